@@ -297,9 +297,9 @@ class Loaded:
         assert all(each.text == self.expected[number] for number, each in self.answers), "to the token"
 
 
-def kill_under_load(cells: Cells, peer: str, *, further: int) -> Loaded:
-    """Sixteen clients of east, whose peer is killed with all its processes once it has two of their streams;
-    they go on until `further` answers have come.
+def kill_under_load(cells: Cells, peer: str, *, streams: int, further: int) -> Loaded:
+    """Sixteen clients of east, whose peer is killed with all its processes once it has so many of their
+    streams; they go on until `further` answers have come.
     """
     expected = {number: cells.ask("east", f"The river {number}", tokens=150).text for number in range(4)}
     loaded, stop, lock = Loaded([], 0, expected), threading.Event(), threading.Lock()
@@ -315,7 +315,7 @@ def kill_under_load(cells: Cells, peer: str, *, further: int) -> Loaded:
         try:
             server = cells.servers[peer]
             pids = (server.process.pid, *server.workers)
-            cells.until(lambda: cells.streaming.count(peer) >= 2, f"nothing went to {peer}")
+            cells.until(lambda: cells.streaming.count(peer) >= streams, f"too little went to {peer}", 120.0)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             loaded.num_before = len(loaded.answers)
@@ -342,7 +342,7 @@ def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cell
     than west. It runs last: north is gone afterwards.
     """
     before = sum(usage(cells, *LABELS, by="tenant").values())
-    loaded = kill_under_load(cells, "north", further=40)
+    loaded = kill_under_load(cells, "north", streams=2, further=40)
     loaded.check()
     assert any(each.migrated == "exact" for _, each in loaded.answers), "streams there went on elsewhere"
     late = loaded.answers[loaded.num_before :]
@@ -357,7 +357,7 @@ def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tm
     """
     pair = Cells(tmp_path, names=("east", "west"), processes=2)
     try:
-        loaded = kill_under_load(pair, "west", further=20)
+        loaded = kill_under_load(pair, "west", streams=1, further=20)
         loaded.check()
         assert any(each.cell == "west" for _, each in loaded.answers)
         wait_for_one_bill(pair, "east", "west", requests=len(loaded.expected) + len(loaded.answers))
