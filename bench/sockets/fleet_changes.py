@@ -208,9 +208,9 @@ PARTS = {"scale": scale, "versions": versions, "cells": cells}
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=[])
     args = parser.parse_args()
-    for name in args.parts:
+    for name in args.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as place:
             found = PARTS[name](Path(place))
         print(name, json.dumps(found), flush=True)
