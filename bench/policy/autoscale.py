@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=[])
+    parser.add_argument("parts", nargs="*", choices=tuple(PARTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=11, help="the first seed: 1 to 10 were tuned on")
     parser.add_argument("--days", type=int, default=1, help="days that are measured, after the first")

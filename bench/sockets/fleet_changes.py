@@ -208,7 +208,7 @@ PARTS = {"scale": scale, "versions": versions, "cells": cells}
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=[])
+    parser.add_argument("parts", nargs="*", choices=tuple(PARTS))
     args = parser.parse_args()
     for name in args.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as place:
