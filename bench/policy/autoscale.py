@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=11, help="the first seed: 1 to 10 were tuned on")
     parser.add_argument("--days", type=int, default=1, help="days that are measured, after the first")
@@ -252,6 +252,8 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     add_json_option(parser)
     args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"no part is called {', '.join(sorted(unknown))}")
     rules = args.rules.split(",")
     result = {name: PARTS[name](args, rules) for name in args.parts or PARTS}
     extend_result(args.json, result)

@@ -208,8 +208,10 @@ PARTS = {"scale": scale, "versions": versions, "cells": cells}
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"no part is called {', '.join(sorted(unknown))}")
     for name in args.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as place:
             found = PARTS[name](Path(place))
