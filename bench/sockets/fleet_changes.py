@@ -2,13 +2,14 @@
 
     python -m bench.sockets.fleet_changes [scale] [versions] [cells] [--json FILE]
 
-    scale       one worker becomes three by its load, and one again behind it
+    scale       one worker becomes three and one again, by order, under load
     versions    a faster version is promoted by itself, then a slower one is taken back by itself
     cells       one of three cells, each of a gateway and two workers, is killed with all its processes while
                 it computes for another one
 
 Everything is the demo models on this machine, started as a user starts it; the load is `penstock bench`, and
-orders are given by `penstock rollout`. Fails if a request failed. A FILE that is there is added to.
+orders are given by `penstock scale` and `penstock rollout`. Fails if a request failed. A FILE that is there
+is added to.
 """
 
 import contextlib
@@ -86,29 +87,32 @@ def admin(server: Server, path: str) -> Any:  # noqa: ANN401
     return json.loads(body)
 
 
+def command(server: Server, *words: str) -> None:
+    """An operator's order."""
+    flags = ("--url", f"http://127.0.0.1:{server.port}", "--key", ADMIN)
+    subprocess.run([sys.executable, "-m", "penstock", *words, *flags], check=True)
+
+
 def scale(place: Path) -> dict[str, Any]:
     server = Server(
         place,
-        f"models:\n- {{path: penstock-demo-mini, name: river, scale: {{max: 3, min: 1, in_after_s: 10}},"
-        f" engine: {{{ENGINE}, max_running: 4}}}}\n{AUTH}{PATIENT}",
+        f"models:\n- {{path: penstock-demo-mini, name: river, scale: {{max: 3, min: 1, in_after_s: 2}},"
+        f" engine: {{{ENGINE}}}}}\n{AUTH}{PATIENT}",
     )
     try:
 
         def ready() -> int:
             return admin(server, "/scale?model=river")["ready"]
 
-        load = Load(server, place, callers=24, seconds=40)
+        load = Load(server, place, callers=12, seconds=45)
+        command(server, "scale", "river", "--to", "3", "--for", "10m")
         out_s = until(lambda: ready() == 3, "three workers")
+        command(server, "scale", "river", "--to", "1", "--for", "10m")
+        in_s = until(lambda: len(ready_at(server)) == 1, "one worker again")
         assert not load.is_over, "the load goes on"
-        busy = load.ended()
-        load = Load(server, place, callers=1, seconds=60)
-        in_s = until(lambda: ready() == 1, "one worker again")
-        quiet = load.ended()
-        moves = admin(server, "/admin/scale?model=river")["models"][0]["moves"]
         return {
-            "seconds_until_three_are_ready": out_s, "seconds_until_one_is_left": in_s, "load": busy,
-            "load_behind_it": quiet,
-            "moves": [{name: each[name] for name in ("move", "workers", "why")} for each in reversed(moves)],
+            "seconds_until_three_are_ready": out_s, "seconds_until_two_have_left": in_s,
+            "load": load.ended(),
         }  # fmt: skip
     finally:
         server.close()
@@ -136,13 +140,7 @@ def tried(server: Server, place: Path, version: int, expected: str) -> dict[str,
     """One rollout, from its order to its end."""
     load = Load(server, place, callers=4, seconds=45)
     order = ["start", f"river@{version}", "--steps", "25,50", "--requests", "40", "--warm-up", "5"]
-    subprocess.run(
-        [
-            sys.executable, "-m", "penstock", "rollout", *order, "--step-minutes", "0.1", "--promote",
-            "--url", f"http://127.0.0.1:{server.port}", "--key", ADMIN,
-        ],
-        check=True,
-    )  # fmt: skip
+    command(server, "rollout", *order, "--step-minutes", "0.1", "--promote")
 
     def latest() -> dict[str, Any]:
         return admin(server, "/admin/rollouts?model=river")["rollouts"][0]
