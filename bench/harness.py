@@ -192,8 +192,8 @@ def extend_result(path: Path | None, result: Mapping[str, Any]) -> None:
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     parts: list[Any] = before.pop("earlier_parts", [])
     if "measured" in before:
-        told = before.pop("measured")
-        parts.append({name: told[name] for name in ("command", "date", "commit")})
+        earlier = before.pop("measured")
+        parts.append({name: earlier[name] for name in ("command", "date", "commit")})
     write_result(path, {**({"earlier_parts": parts} if parts else {}), **_merged(before, result)})
 
 

@@ -256,8 +256,8 @@ def main() -> None:
         }
         table[name] = row
         print(f"{name:>24}: {row}", flush=True)
-    told = {"fitted_to": args.fit.name} if args.fit is not None else {}
-    setting = {"trials": args.trials, "noise": asdict(noise), **told, "requests": len(requests)}
+    fit = {"fitted_to": args.fit.name} if args.fit is not None else {}
+    setting = {"trials": args.trials, "noise": asdict(noise), **fit, "requests": len(requests)}
     extend_result(args.json, {**setting, "versions": table})
 
 

@@ -108,7 +108,7 @@ def scale(place: Path) -> dict[str, Any]:
         command(server, "scale", "river", "--to", "3", "--for", "10m")
         out_s = until(lambda: ready() == 3, "three workers")
         command(server, "scale", "river", "--to", "1", "--for", "10m")
-        in_s = until(lambda: len(ready_at(server)) == 1, "one worker again")
+        in_s = until(lambda: len(admin(server, "/admin/workers")["workers"]) == 1, "one worker again")
         assert not load.is_over, "the load goes on"
         return {
             "seconds_until_three_are_ready": out_s, "seconds_until_two_have_left": in_s,
