@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock import __version__
+from penstock.cli.early import noted_early
 from penstock.cli.flags import Help, Parser
 from penstock.errors import ConfigError, PenstockError
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with _stoppable_early() if argv[:1] == ["serve"] else contextlib.nullcontext():
+        with noted_early() if argv[:1] == ["serve"] else contextlib.nullcontext():
             args = build_parser(argv[0] if argv else "").parse_args(argv)
             return int(args.run(args))
     except ConfigError as error:
@@ -85,12 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`penstock doctor | head -1`). Keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-
-
-def _stoppable_early() -> contextlib.AbstractContextManager[None]:
-    from penstock.cli.wiring.signals import noted_early  # Only a server pays for asyncio so soon.
-
-    return noted_early()
 
 
 def _complain(error: PenstockError, code: int) -> int:

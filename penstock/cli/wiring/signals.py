@@ -9,29 +9,7 @@ import signal
 from collections.abc import Callable, Generator
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_early = list[signal.Signals]()
-"""Those that came before the event loop."""
-
-
-@contextlib.contextmanager
-def noted_early() -> Generator[None]:
-    """From now on a signal is noted, until `StopSignals` takes it: a server imports for half a second before
-    it has an event loop. To raise here would leave it to chance where; a second signal does.
-    """
-    _early.clear()
-    before = {number: signal.signal(number, _note) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _note(number: int, _: object) -> None:
-    _early.append(signal.Signals(number))
-    if len(_early) > 1:
-        raise KeyboardInterrupt
+from penstock.cli import early
 
 
 @contextlib.contextmanager
@@ -58,15 +36,15 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in early.SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        for number in _early[:1]:
+        for number in early.NOTED[:1]:
             self._on_signal(number)
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in early.SIGNALS:
             loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
