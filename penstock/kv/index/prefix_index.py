@@ -485,7 +485,7 @@ class PrefixIndex:
         low_bits = self._low_bits
         for key in keys:
             shard = shards[key & low_bits]
-            # As a rule no other worker has it, so it is taken out at once; else it comes back, as a young one.
+            # As a rule no other worker has it: it is taken out at once. Else it comes back, as a young one.
             if (mask := shard.pop(key, bit)) is not bit and mask != bit:
                 shard[key] = mask & ~bit
 
