@@ -106,12 +106,11 @@ class Gaps:
         self._num += num_events
         if now_ns - self._faded_ns >= NS_PER_S:
             self._fade(now_ns)
-        if gap_ns > self._longest_ns:
-            self._longest_ns = gap_ns
+        self._longest_ns = max(self._longest_ns, gap_ns)
+        if self._num < _EVENTS_MIN:
+            return limit_ns
         bound_ns = FACTOR * self._longest_ns
-        if bound_ns <= MIN_NS:
-            bound_ns = MIN_NS
-        return limit_ns if bound_ns > limit_ns or self._num < _EVENTS_MIN else bound_ns
+        return limit_ns if bound_ns > limit_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, limit_ns)
 
     def timed_out(self, now_ns: int, silent_ns: int) -> None:
         """A stream was given up after so much silence. Several that end together count as one."""

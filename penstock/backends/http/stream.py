@@ -102,9 +102,9 @@ class HttpStream:
         may_move: bool,
         said_before: str = "",
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows how
-        many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came as
-        ids. `said_before`: the prompt's last text, which the sink is to hear as if the answer began with it.
+        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows
+        how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
+        as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
         self._tokenizer, self._pieces, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
