@@ -276,7 +276,7 @@ class DraftHead:
         self._spent = Drafting(
             num_passes=int(its_limit.max()), num_tokens=num_guesses + num_stored, num_sequences=num_guesses,
             kv_read=int((its_limit * its_known).sum()), chunk_pairs=0,
-            took_ns=self._clock.now_ns() - started_ns,
+            took_ns=self._clock.now_ns() - started_ns, reads=False,
         )  # fmt: skip
         return found
 

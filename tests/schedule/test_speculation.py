@@ -1,5 +1,6 @@
 """How many drafts a row gets: as many as pay by the fitted law, and never more than fit."""
 
+from array import array
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
+from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.speculation import (
     CAUTIOUS,
     PROBE_STEPS,
@@ -46,7 +48,7 @@ def chosen(model: StepTimeModel, rows: list[Request], room: int = 500) -> dict[i
     load = StepLoad(len(rows), len(rows), 50 * len(rows))
     laws = PrefillBudget(LatencyTargets())
     laws.model = model
-    return dict(Speculation(laws, EngineSettings().draft_worth).choose(rows, load, room))
+    return dict(Speculation(laws, EngineSettings().draft_worth, OutputEstimate()).choose(rows, load, room))
 
 
 def test_a_lone_row_has_more_drafts_the_more_often_they_are_right() -> None:
@@ -104,7 +106,7 @@ def guesser(pass_ns: int, token_ns: int, *, right: bool) -> Speculation:
     for tokens, passes in ((1, 1), (40, 1), (4, 4), (64, 2)) * 4:
         load = StepLoad(tokens, passes, 50 * tokens, 0, passes)
         laws.drafting.observe(load, passes * pass_ns + tokens * token_ns)
-    made = Speculation(laws, EngineSettings().draft_worth)
+    made = Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
     for _ in range(20):
         made.learn(row(0, 0), 4, 4 * right)
     return made
@@ -211,3 +213,24 @@ def test_drafts_and_their_time_are_charged_to_who_has_them() -> None:
             assert shares[more] > shares[1 - more]
         engine.flights.clear()
         engine.scheduler.apply(result)
+
+
+def test_what_is_read_for_an_answer_that_soon_ends_is_not_read() -> None:
+    """The work of reading is repaid by the tokens that are left, as far as others' lengths tell them; a head
+    on the target's states reads along and has none.
+    """
+    pass_ns, token_ns, said = 500_000, 1_000_000, 600
+    long, short, head = (guesser(pass_ns, token_ns, right=True) for _ in range(3))
+    for speculation, length in ((long, 400), (short, 8), (head, 8)):
+        for _ in range(100):
+            ended = row(0, 0)
+            ended.num_prompt, ended.tokens = 50, array("i", [1] * (50 + length))
+            speculation._estimate.learn(ended)
+    head._laws.drafter_reads = False  # As `PrefillBudget` learns it.
+    counts: list[int] = []
+    for speculation in (long, short, head):
+        asked = row(0, 0, left=1000)
+        asked.num_prompt, asked.num_planned, asked.tokens = said, said, array("i", [1] * (said + 1))
+        asked.num_tokens_max = said + 1000
+        counts += counts_of(speculation, [asked])
+    assert counts[0] > counts[1] == 0 < counts[2]
