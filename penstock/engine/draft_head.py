@@ -131,20 +131,21 @@ class _Layer:
 
     def store(self, states: Tensor, token_ids: Tensor, batch: AttentionBatch) -> None:
         """Compute the KV of pairs, row by row."""
-        self._stored(self._fc(torch.cat((self._table[token_ids], states), -1)), batch)
+        self._attention.begin_stores(batch)
+        self._stored(self._fc(torch.cat((self._table[token_ids], states), -1)))
 
-    def _stored(self, x: Tensor, batch: AttentionBatch) -> Tensor:
+    def _stored(self, x: Tensor) -> Tensor:
         """The pairs' queries."""
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
         queries = x.new_empty(len(x), self._num_heads, self._head_dim)
-        self._attention.begin(batch)
         self._attention.store(0, qkv, queries)
         return queries
 
     def forward(self, states: Tensor, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
         """Of one pair of each row: the states that follow, `[num_rows, hidden_size]`."""
         x = self._fc(torch.cat((self._table[token_ids], states), -1))
-        queries = self._stored(x, batch)
+        self._attention.begin(batch)
+        queries = self._stored(x)
         attended = torch.empty_like(queries)
         self._attention.attend(0, queries, attended)
         x = x + self._o(attended.flatten(1))

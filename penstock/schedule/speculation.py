@@ -17,6 +17,10 @@ others were of late. How often it is right is much the same for all requests: a 
 others were of late. Where no request has drafts, that is forgotten step by step, and they are tried again
 where they may pay.
 
+Answers end sooner than expected, too, so reading is paid on account: it costs what the law says, right drafts
+bring what they saved, and while more was spent than gained nothing further is read, but for a hundredth of
+the time. So the loss is bounded where reading does not pay, whatever the lengths of answers.
+
 The guesses, and the proposer, are not known here. Nothing here decides what is generated: a draft is kept
 only if it is the token that is drawn (`engine/speculation.py`).
 """
@@ -28,6 +32,7 @@ from typing import Protocol
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.step_time import StepLoad, StepTimeModel, chunk_pairs
+from penstock.types import BLOCK_TOKENS
 
 ROW_DRAFTS_MAX = 16
 """Drafts of one row in one step."""
@@ -41,6 +46,10 @@ _MEMORY = 0.9
 PROFITING_TOKENS = 128
 """Tokens of an answer over which the work is spread of reading what was said before, at most: a batch that
 fills leaves a request without drafts long before a long answer ends."""
+READING_SHARE = 0.01
+"""The share of all time that is lent for reading."""
+ACCOUNT_STEPS_MAX = 16
+"""What drafts gained counts for no more than so many steps' time: another load may come."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
@@ -69,7 +78,10 @@ class Laws(Protocol):
 class Speculation:
     """One engine's."""
 
-    __slots__ = ("_drafting", "_estimate", "_hits", "_laws", "_model", "_tries", "_worth")
+    __slots__ = (
+        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_saved_ns",
+        "_tries", "_worth",
+    )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
         """`worth`: a draft must give so many times the tokens that its time is worth; 0: all are taken.
@@ -78,10 +90,13 @@ class Speculation:
         self._laws, self._model, self._drafting, self._worth = laws, laws.model, laws.drafting, worth
         self._estimate = estimate
         self._hits = self._tries = 0.0  # As of one request, but of all.
+        self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
+        self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
+        self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
         self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
 
@@ -103,7 +118,7 @@ class Speculation:
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
         if self._drafting.num_observed:
-            return self._choose_passes(asked, load, room)
+            return self._choose_passes(asked, load, room) if asked else []
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
         step_ns, tokens = self._model.predict_ns(load), float(len(rows))
@@ -138,38 +153,50 @@ class Speculation:
         step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
         token_ns = cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
         context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
-        reading = self._reading_ns(asked)
+        lent_ns = self._account_ns + READING_SHARE * step_ns
+        self._account_ns = account_ns = min(lent_ns, ACCOUNT_STEPS_MAX * step_ns)
+        reading, begun_ns, bare_ns = self._reading_ns(asked), step_ns, step_ns / tokens
         counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
         for num_before in range(ROW_DRAFTS_MAX):
             added_ns, gained, picked = guesser.fixed_ns, 0.0, list[int]()
             for place, (_, _, request) in enumerate(asked):
                 if counts[place] < num_before or _limit(request) <= num_before or len(picked) == room:
                     continue
+                whole_ns, each_read_ns = reading[place]
+                if not num_before and whole_ns and account_ns < 0 < self._worth:
+                    continue
                 each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
-                each_ns += reading[place] * gains[place]
+                each_ns += each_read_ns * gains[place]
                 if gains[place] * step_ns >= self._worth * each_ns * tokens:
                     picked.append(place)
                     added_ns, gained = added_ns + each_ns, gained + gains[place]
+                    account_ns -= 0.0 if num_before else whole_ns
             if not picked or gained * step_ns < self._worth * added_ns * tokens:
                 break
             for place in picked:
                 counts[place] += 1
+                begun_ns += reading[place][1] * gains[place]  # Counted as a whole.
                 gains[place] *= asked[place][0]
             step_ns, tokens, room = step_ns + added_ns, tokens + gained, room - len(picked)
-        return [(asked[place][1], count) for place, count in enumerate(counts) if count]
+        found = [(asked[place][1], count) for place, count in enumerate(counts) if count]
+        if found:
+            self._account_ns, self._saved_ns = account_ns, bare_ns
+            self._draft_ns = (step_ns - begun_ns) / sum(counts)
+        return found
 
-    def _reading_ns(self, asked: _Asked) -> list[float]:
-        """A model's time for what it has not read of each request, for each of its tokens that was a draft:
-        of the tokens that are left, the share of its guesses that is right.
+    def _reading_ns(self, asked: _Asked) -> list[tuple[float, float]]:
+        """A model's time for what it has not read of each request: the whole, and for each token that was a
+        draft, which is the share of right guesses of the tokens that are left.
         """
         if not self._laws.drafter_reads:
-            return [0.0] * len(asked)
-        guesser, found = self._drafting.cost, list[float]()
+            return [(0.0, 0.0)] * len(asked)
+        guesser, found = self._drafting.cost, list[tuple[float, float]]()
         left = self._estimate.remaining_of([request for _, _, request in asked])
         for (rate, _, request), num_left in zip(asked, left, strict=True):
             count = max(request.num_planned - request.draft_known, 0)
             whole_ns = guesser.token_ns * count + guesser.pair_ns * chunk_pairs(0, count)
-            found.append(whole_ns / max(min(num_left, PROFITING_TOKENS) * rate, 1.0))
+            each_ns = whole_ns / max(min(num_left, PROFITING_TOKENS) * rate, 1.0)
+            found.append((whole_ns if count > BLOCK_TOKENS else 0.0, each_ns))
         return found
 
     def _prior(self) -> tuple[float, float]:

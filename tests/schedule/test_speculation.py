@@ -125,7 +125,10 @@ def test_a_models_passes_have_their_price() -> None:
         for pass_ns in (500_000, 4_000_000, 20_000_000)
     )
     assert cheap > half > dear == 0
-    assert sum(counts_of(guesser(4_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)])) > 2 * half
+    four = [row(0, 0) for _ in range(4)]
+    for each in four:
+        each.draft_known = each.num_planned
+    assert sum(counts_of(guesser(4_000_000, 1_000, right=True), four)) > 2 * half
 
 
 def test_what_a_model_has_not_read_of_a_request_counts() -> None:
@@ -234,3 +237,24 @@ def test_what_is_read_for_an_answer_that_soon_ends_is_not_read() -> None:
         asked.num_tokens_max = said + 1000
         counts += counts_of(speculation, [asked])
     assert counts[0] > counts[1] == 0 < counts[2]
+
+
+def test_reading_that_drafts_do_not_repay_ends() -> None:
+    """Whatever answers are expected to be: once more was read than right drafts gained, a hundredth of the
+    time is left for it.
+    """
+    speculation, read, steps = guesser(500_000, 100_000, right=True), 0, 400
+    for _ in range(steps):
+        asked = row(0, 0)
+        asked.num_planned = 300
+        read += bool(counts_of(speculation, [asked])[0])  # And then it ends: no draft was right.
+    spent_ns, all_ns = read * 300 * 100_000, steps * 10_300_000
+    assert 0 < spent_ns < 0.03 * all_ns
+    gaining, read = guesser(500_000, 100_000, right=True), 0
+    for _ in range(steps):
+        asked = row(0, 0)
+        asked.num_planned = 300
+        read += bool(counts_of(gaining, [asked])[0])
+        for _ in range(4):
+            gaining.learn(asked, 8, 8)
+    assert read > 0.9 * steps
