@@ -194,16 +194,21 @@ class DraftHead:
 
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
-        held = self._count[rows]
-        if (counts == 1).all() and (held < HELD).all() and (self._first[rows] + held == firsts).all():
-            self._held[as_tensor(rows), as_tensor(held)] = self.states[: len(rows)]
-            self._count[rows] += 1
-            return
         at, due = 0, list[_Pairs]()
-        for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-            due += self._take(row, first, self.states[at : at + count])
-            at += count
-        self._store(due, tables)
+        if (counts == 1).all():
+            held = self._count[rows]
+            is_next = (held < HELD) & (self._first[rows] + held == firsts)
+            for i in np.flatnonzero(~is_next).tolist():  # Few, or all rows would pay when one is full.
+                due += self._take(int(rows[i]), int(firsts[i]), self.states[i : i + 1])
+            now = np.flatnonzero(is_next)
+            self._held[as_tensor(rows[now]), as_tensor(held[now])] = self.states[as_tensor(now)]
+            self._count[rows[now]] += 1
+        else:
+            for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+                due += self._take(row, first, self.states[at : at + count])
+                at += count
+        if due:
+            self._store(due, tables)
 
     def _take(self, row: int, first: int, states: Tensor) -> list[_Pairs]:
         """Hold a row's states; the pairs of those for which there is no room."""

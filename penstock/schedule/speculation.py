@@ -151,11 +151,12 @@ class Speculation:
         """`choose` where a model guesses: pass by pass, whose fixed time is shared by rows with one more."""
         cost, guesser = self._model.cost, self._drafting.cost
         step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
-        token_ns = cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
+        row_ns = cost.token_ns + cost.sequence_ns
+        token_ns = row_ns + guesser.token_ns + guesser.sequence_ns
         context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
         lent_ns = self._account_ns + READING_SHARE * step_ns
         self._account_ns = account_ns = min(lent_ns, ACCOUNT_STEPS_MAX * step_ns)
-        reading, begun_ns, bare_ns = self._reading_ns(asked), step_ns, step_ns / tokens
+        reading, begun_ns = self._reading_ns(asked), step_ns
         counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
         for num_before in range(ROW_DRAFTS_MAX):
             added_ns, gained, picked = guesser.fixed_ns, 0.0, list[int]()
@@ -163,7 +164,7 @@ class Speculation:
                 if counts[place] < num_before or _limit(request) <= num_before or len(picked) == room:
                     continue
                 whole_ns, each_read_ns = reading[place]
-                if not num_before and whole_ns and account_ns < 0 < self._worth:
+                if not num_before and whole_ns and self._account_ns < 0 < self._worth:
                     continue
                 each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
                 each_ns += each_read_ns * gains[place]
@@ -171,8 +172,10 @@ class Speculation:
                     picked.append(place)
                     added_ns, gained = added_ns + each_ns, gained + gains[place]
                     account_ns -= 0.0 if num_before else whole_ns
-            if not picked or gained * step_ns < self._worth * added_ns * tokens:
+            value_ns = _value_ns(step_ns / tokens, row_ns, len(picked) / load.num_sequences)
+            if not picked or gained * value_ns < self._worth * added_ns:
                 break
+            self._saved_ns = self._saved_ns if num_before else value_ns
             for place in picked:
                 counts[place] += 1
                 begun_ns += reading[place][1] * gains[place]  # Counted as a whole.
@@ -180,7 +183,7 @@ class Speculation:
             step_ns, tokens, room = step_ns + added_ns, tokens + gained, room - len(picked)
         found = [(asked[place][1], count) for place, count in enumerate(counts) if count]
         if found:
-            self._account_ns, self._saved_ns = account_ns, bare_ns
+            self._account_ns = account_ns
             self._draft_ns = (step_ns - begun_ns) / sum(counts)
         return found
 
@@ -206,6 +209,14 @@ class Speculation:
         self._hits, self._tries = self._hits * _FORGET, self._tries * _FORGET
         hits = self._hits + EXPECTED * EXPECTED_WEIGHT
         return hits / (self._tries + EXPECTED_WEIGHT), _PRIOR_WEIGHT
+
+
+def _value_ns(mean_ns: float, row_ns: float, share: float) -> float:
+    """The time that a right draft saves where the share `share` of the rows that run has any, of `mean_ns`,
+    the step's for each of its tokens. It saves its row a token of a later step. The step as a whole is saved
+    only if the others have no need of it either: of a batch in which few rows run ahead nothing ends sooner.
+    """
+    return min(row_ns, mean_ns) + max(mean_ns - row_ns, 0.0) * share
 
 
 def learn(request: Request, num_drafted: int, num_right: int) -> None:

@@ -1,18 +1,16 @@
 """Which adapters a worker has, who waits for one, and what goes when memory is short."""
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, get_native_id
+from threading import Event
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.engine.adapters.manager import NICENESS, AdapterManager, AdapterRead, Released, Waiting
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Released, Waiting
 from penstock.errors import CheckpointError, WorkerUnavailable
 from penstock.protocol.worker import Submit
 from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
@@ -36,14 +34,12 @@ class Reader:
         self.may_go_on = Event()
         self.may_go_on.set()
         self.suffix = ""
-        self.niceness = 0
 
     def fetch(self, path: str, *, again: bool = False) -> Path:
         return Path(path)
 
     def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
         assert self.may_go_on.wait(10)
-        self.niceness = os.getpriority(os.PRIO_PROCESS, get_native_id())
         self.read_names.append(directory.name)
         if directory.name == "bad":
             raise CheckpointError("bad: is no adapter")
@@ -104,15 +100,6 @@ class Driven:
     @property
     def names(self) -> list[str]:
         return [each.request.message.request_id for each in self.running]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
-def test_reading_gives_way_to_steps_and_nothing_else_does() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    driven = Driven()
-    driven.load("a")
-    assert driven.reader.niceness == min(before + NICENESS, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_request_waits_for_its_adapter_and_others_do_not() -> None:

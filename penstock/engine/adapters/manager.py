@@ -5,13 +5,11 @@ adapter where it lies, so that a slot is a place in the count and no memory.
 """
 
 import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread, get_native_id
+from threading import Thread
 from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
@@ -30,10 +28,6 @@ from penstock.schedule.adapters import Waiting as PoolWaiting
 from penstock.types import RequestId
 
 _log = logging.getLogger(__name__)
-
-NICENESS = 7
-"""Of the thread that reads, above the others': where it meets a step on a core it has a sixth of that, so
-that no gap between tokens is a whole load longer. A load that has the cores for itself takes no longer."""
 
 
 class Reads(Protocol):
@@ -177,9 +171,6 @@ def _read_all(
     post: Callable[[AdapterRead], None],
 ) -> None:
     """The thread's life: one adapter after the other."""
-    with suppress(OSError, AttributeError):  # Elsewhere than on Linux threads have no niceness of their own.
-        thread = get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
     while (entry := jobs.get()) is not None:
         try:
             digest, packed = reader.read(fetcher.fetch(entry.path, again=entry.was_read), entry.digest)
