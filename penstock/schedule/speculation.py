@@ -54,7 +54,8 @@ _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
 KNOWN_STEPS = 8
-"""Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
+"""Before the laws have seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that: a
+model's first passes take longer than any later."""
 CAUTIOUS = 3
 PROBE_STEPS = 64
 """A row without drafts for so many steps, times the rows of the batch, has one, to see how its text
@@ -106,14 +107,16 @@ class Speculation:
         """
         room = min(room, STEP_DRAFTS_MAX)
         prior, weight = self._prior()
-        if self._drafting.num_observed and self._worth and not self._may_pay(rows, load, prior, weight):
+        num_passes = self._drafting.num_observed
+        is_known = self._model.num_observed >= KNOWN_STEPS and not 0 < num_passes < KNOWN_STEPS
+        if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
             return []
         asked = [
             (_hit_rate(request, prior, weight), index, request)
             for index, request in enumerate(rows)
             if _may(request)
         ]
-        if self._model.num_observed < KNOWN_STEPS and self._worth:
+        if self._worth and not is_known:
             few = asked if len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)

@@ -12,6 +12,7 @@ from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.speculation import (
     CAUTIOUS,
+    KNOWN_STEPS,
     PROBE_STEPS,
     ROW_DRAFTS_MAX,
     STEP_DRAFTS_MAX,
@@ -258,3 +259,23 @@ def test_reading_that_drafts_do_not_repay_ends() -> None:
         for _ in range(4):
             gaining.learn(asked, 8, 8)
     assert read > 0.9 * steps
+
+
+def test_the_first_passes_of_a_model_do_not_decide() -> None:
+    """They take longer than any later: few rows have drafts until the law has seen some."""
+    speculation = guesser(500_000, 1_000, right=True)
+    slow = speculation._drafting = StepTimeModel()
+    slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
+    assert counts_of(speculation, [row(0, 0)]) == [CAUTIOUS]
+    assert counts_of(speculation, [row(0, 0) for _ in range(32)]) == [0] * 32
+    for _ in range(KNOWN_STEPS):
+        slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
+    assert counts_of(speculation, [row(0, 0)]) == [0]
+
+
+def test_few_rows_that_run_ahead_bring_a_batch_no_nearer_to_its_end() -> None:
+    """What one of many would profit by its drafts is its own token's time; a lone row has the step's."""
+    speculation = guesser(100_000, 1_000, right=True)
+    assert counts_of(speculation, [row(30, 0)])[0] > 4
+    others = [row(0, 40) for _ in range(31)]
+    assert counts_of(speculation, [row(30, 0), *others]) == [0] * 32
