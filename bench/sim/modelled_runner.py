@@ -14,9 +14,10 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
-from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
+from penstock.planning.step_time import LinearStepTime, StepTime
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
+from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.protocol.worker_parts import changes_logits
 from penstock.schedule.plan import NewRow
 
 # Which tokens the rows of a step may draw, as bits: how grammars bound what the sampler draws.
@@ -154,13 +155,7 @@ class Adjustments:
     def enter(self, new: NewRow) -> None:
         """Take in the parameters of a request that (re)enters the batch."""
         row, sampling = new.row, new.sampling
-        self._active[row] = (
-            sampling.repetition_penalty != 1
-            or bool(sampling.frequency_penalty or sampling.presence_penalty)
-            or bool(sampling.logit_bias)
-            or sampling.min_tokens > 0
-            or bool(sampling.bad_words or sampling.allowed_token_ids)
-        )
+        self._active[row] = changes_logits(sampling)
         if not self._active[row]:
             return  # The values of the row's last request are not read.
         self._repetition[row] = sampling.repetition_penalty

@@ -16,9 +16,16 @@ from msgspec.structs import replace
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
-from penstock.engine.mailbox import STATS_INTERVAL_NS, failed_by, request_of
-from penstock.engine.step_meters import StepMeters
-from penstock.engine.steps import Prepares, wire_steps
+from penstock.engine.mailbox import (
+    STATS_INTERVAL_NS,
+    Aborted,
+    DrainAsked,
+    Ordered,
+    Submitted,
+    failed_by,
+    request_of,
+)
+from penstock.engine.steps import Prepares, StepMeters, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
@@ -217,6 +224,20 @@ class EngineCore:
     def kv(self) -> KVManager:
         """The KV blocks, for the publisher of their events."""
         return self._scheduler.kv
+
+    def take_mail(self, mail: Submitted | Aborted | DrainAsked | Ordered | AdapterRead) -> None:
+        """Do what a message to the step loop says."""
+        if isinstance(mail, Submitted):
+            self.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
+        elif isinstance(mail, Ordered):
+            if isinstance(mail.order, LoadAdapter | UnloadAdapter | KeepAdapters):
+                self.order_adapter(mail.order)
+        elif isinstance(mail, AdapterRead):
+            self.take_adapter(mail)
+        elif isinstance(mail, Aborted):
+            self.abort(mail.connection, mail.request_ids)
+        else:
+            self.drain()
 
     def submit(self, owner: int, message: Submit, arrived_ns: int, grammar: object = None) -> None:
         """Queue a request; one that cannot be taken ends in the next `step` with the reason.

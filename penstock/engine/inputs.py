@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.engine.adjustments import Adjustments, Edits, Masks
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
 from penstock.engine.attention.base import AttentionBatch
+from penstock.protocol.worker_parts import changes_logits
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
 
@@ -96,7 +97,8 @@ class RowTables:
         self.logprobs: list[int | None] = [None] * max_running
         self._prompt_logprobs = [0] * max_running
         self._num_prompt = [0] * max_running
-        self._adjustments = Adjustments(max_running)
+        self._adjustments: Adjustments | None = None
+        """Made for the first request that changes its logits: most never do."""
         self._adapters: dict[int, Any] = {}
 
     def apply(self, plan: StepPlan, proposer: Proposes | None = None) -> StepInputs:
@@ -151,8 +153,10 @@ class RowTables:
 
     def adjust(
         self, logits: Tensor, rows: Int64Array, positions: Int64Array, masks: Masks | None = None
-    ) -> Edits:
+    ) -> Edits | None:
         """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""
+        if self._adjustments is None:
+            return None
         return self._adjustments.apply(logits, rows, positions, self.token_ids, masks)
 
     def _enter(self, new: NewRow) -> None:
@@ -168,7 +172,10 @@ class RowTables:
         self.logprobs[row] = sampling.logprobs
         self._prompt_logprobs[row] = sampling.prompt_logprobs or 0
         self._num_prompt[row] = new.num_prompt_tokens
-        self._adjustments.enter(new)
+        if self._adjustments is None and changes_logits(sampling):
+            self._adjustments = Adjustments(len(self._num_blocks))
+        if self._adjustments is not None:
+            self._adjustments.enter(new)
         if new.adapter is not None:
             self._adapters[row] = new.adapter
 

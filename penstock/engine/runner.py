@@ -158,7 +158,8 @@ class Runner:
             index, masks = again
             how = SampleRows.of(tables, rows[index], positions[index], masks)
             drawn[index] = self._sampler.draw(logits[as_tensor(index)], how).numpy()
-        edits.undo()  # Log-probabilities are the model's own.
+        if edits is not None:
+            edits.undo()  # Log-probabilities are the model's own.
         follows: Follows = {} if grammars is None else grammars.take(rows, positions, drawn)
         tables.append_tokens(rows, positions, drawn)
         for index, forced in follows.items():

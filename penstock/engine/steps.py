@@ -1,4 +1,5 @@
-"""Launching steps and collecting their results: what lies between the engine's loop and a runner.
+"""Launching steps, collecting their results and metering them: what lies between the engine's loop and a
+runner.
 
     InlineSteps   collect computes, on the caller's thread: one step after the other
     StepThread    launch hands the plan to a thread that computes; decisions, reports and sockets continue
@@ -6,7 +7,8 @@
     a device      queues steps by itself (`engine/gpu/runner.py`)
 
 Which one is chosen once, by `wire_steps`. Steps are computed in the order of their launches, and results come
-in the same order.
+in the same order. `StepMeters` counts whose time they were, what they would have cost at least, and how much
+KV memory they held.
 """
 
 import threading
@@ -15,11 +17,17 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Literal, Protocol, runtime_checkable
 
+from penstock.planning.roofline import CostFloor
 from penstock.schedule.plan import StepPlan, StepResult
+from penstock.schedule.step import Flight, share_times
 
 Compute = Callable[[StepPlan], StepResult]
 END_S = 1.0
 """How long the owner of a thread waits for its end."""
+NOTED_MAX = 8
+"""Steps that only decode and are not counted yet. The cost of a stream is known so many steps later: one that
+its gateway ends meanwhile does not pay for the last of them.
+"""
 _MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate")
 """The messages of torch's allocators, in RuntimeErrors of no special kind on the CPU."""
 
@@ -176,3 +184,55 @@ def _compute_all(
             results.put(computed(compute, plan))
         except BaseException as error:  # noqa: BLE001 It is raised again where the result is collected.
             results.put(error)
+
+
+class StepMeters:
+    """The figures of one engine's steps. `count` before `device_ns` of a request or the figures are read.
+
+    A step is noted when it is over and counted with the next few: a step reads all of the model's weights, so
+    that behind it this code comes from memory again, which takes longer than the code itself.
+    """
+
+    def __init__(self, floor: CostFloor | None, block_tokens: int) -> None:
+        """`floor`: None if the device's least time is not known."""
+        self._floor, self._block_tokens = floor, block_tokens
+        self._noted: list[tuple[Flight, int]] = []
+        self._unshared_ns = self._held_blocks = 0
+
+    def step_over(self, flight: Flight, spent_ns: int | None, num_blocks: int) -> None:
+        """A step is over, after which so many KV blocks are held. Its requests share the time since the last
+        one that computed anything: `spent_ns` since any; None: that time is nobody's.
+        """
+        self._held_blocks += num_blocks
+        self._unshared_ns = 0 if spent_ns is None else self._unshared_ns + spent_ns
+        if not flight.plan.work:
+            return
+        self._noted.append((flight, self._unshared_ns))
+        self._unshared_ns = 0
+        if len(self._noted) >= NOTED_MAX or not flight.only_decodes:
+            self.count()
+
+    def count(self) -> None:
+        """Count the steps that were noted."""
+        if not self._noted:
+            return
+        noted, self._noted = self._noted, []
+        share_times(noted)
+        if self._floor is not None:
+            for flight, _ in noted:
+                self._floor.count(flight.shape)
+
+    @property
+    def memory_ns(self) -> int:
+        """See `CostFloor`; 0 if it is not known."""
+        return 0 if self._floor is None else int(self._floor.memory_ns)
+
+    @property
+    def floor_ns(self) -> int:
+        """See `CostFloor`; 0 if it is not known."""
+        return 0 if self._floor is None else int(self._floor.floor_ns)
+
+    @property
+    def kv_held_tokens(self) -> int:
+        """Tokens that the blocks in use could hold, summed over steps."""
+        return self._held_blocks * self._block_tokens

@@ -35,11 +35,11 @@ import msgspec
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
-from penstock.engine.adapters.manager import AdapterManager, AdapterRead
+from penstock.engine.adapters.manager import AdapterManager
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.machine_watch import FaultWatch, Remedy, watch_device
-from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch, Submitted
+from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch
 from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
@@ -48,15 +48,7 @@ from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
-from penstock.protocol.worker_parts import (
-    KeepAdapters,
-    LoadAdapter,
-    Sleep,
-    StaysAwake,
-    UnloadAdapter,
-    Wake,
-    WorkerAdapters,
-)
+from penstock.protocol.worker_parts import Sleep, StaysAwake, Wake, WorkerAdapters
 from penstock.types import GRAMMAR_CAPABILITIES
 
 EXIT_FAILED = 1
@@ -304,7 +296,7 @@ def run_steps(
             elif isinstance(each, Ordered) and isinstance(each.order, Sleep | Wake):
                 sleepy |= isinstance(each.order, Sleep)
             else:
-                _deliver(each, core)
+                core.take_mail(each)
         if sleepy:
             if not (core.has_work or core.num_held or draining):
                 watch.rests()
@@ -352,20 +344,6 @@ def read_launch(stdin: int) -> WorkerLaunch:
 
     _start_thread("worker-parent", watch_parent)
     return launch
-
-
-def _deliver(mail: Submitted | Aborted | DrainAsked | Ordered | AdapterRead, core: EngineCore) -> None:
-    if isinstance(mail, Submitted):
-        core.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
-    elif isinstance(mail, Ordered):
-        if isinstance(mail.order, LoadAdapter | UnloadAdapter | KeepAdapters):
-            core.order_adapter(mail.order)
-    elif isinstance(mail, AdapterRead):
-        core.take_adapter(mail)
-    elif isinstance(mail, Aborted):
-        core.abort(mail.connection, mail.request_ids)
-    else:
-        core.drain()
 
 
 def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest, Unsupported
-from penstock.protocol.needs import MEDIA_TYPES, for_template
+from penstock.protocol.needs import MEDIA_TYPES
 from penstock.protocol.openai import Message, ToolSpec
 from penstock.protocol.openai_validate import check_messages, check_tools
 from penstock.rng import fresh_key
@@ -113,7 +113,7 @@ class PromptMaker:
         if taken := sorted(_TEMPLATE_OWN & extra.keys()):
             raise _wrong(f"may not set '{taken[0]}'", "chat_template_kwargs")
         token_ids = self._chats.token_ids(
-            [for_template(message) for message in found],
+            msgspec.to_builtins(found),
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
             extra=extra or None,

@@ -45,7 +45,7 @@ from penstock.planning.roofline import (
     Roofline,
     accelerator,
 )
-from penstock.planning.step_time import StepShape
+from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 TP = (1, 2, 4, 8)

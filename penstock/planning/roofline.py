@@ -31,7 +31,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
 from penstock.models.config import CONFIG_FILE, HfConfig, positive, read_config_file
 from penstock.models.files import read_config
-from penstock.planning.step_time import StepShape
+from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12

@@ -13,52 +13,14 @@ robust, of relative errors.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from penstock.errors import ConfigError
 from penstock.policy.estimates import OnlineLinearModel
-from penstock.schedule.plan import RowWork
-from penstock.schedule.step import Flight
-
-
-class StepShape(NamedTuple):
-    """The work of one step."""
-
-    decode_rows: int
-    """Rows that compute one token each."""
-    prefill_rows: int
-    prefill_tokens: int
-    """Tokens of all chunks of prompts together."""
-    kv_tokens: int
-    """Tokens whose keys and values are read, once per row: the row's context with this step's tokens."""
-    chunk_pairs: int = 0
-    """(token, token before it) pairs in the attention of chunks; 0 for rows that decode."""
-
-    @classmethod
-    def of(cls, rows: tuple[RowWork, ...]) -> "StepShape":
-        """The shape of a plan's work. O(rows)."""
-        count, prefill_rows, prefill_tokens, pairs = len(rows), 0, 0, 0
-        kv_tokens = count
-        for work in rows:
-            kv_tokens += work.num_computed
-            tokens = work.num_tokens
-            if tokens > 1:
-                prefill_rows += 1
-                prefill_tokens += tokens
-                pairs += tokens * work.num_computed + tokens * (tokens + 1) // 2
-        kv_tokens += prefill_tokens - prefill_rows
-        return cls(count - prefill_rows, prefill_rows, prefill_tokens, kv_tokens, pairs)
-
-    @classmethod
-    def of_flight(cls, flight: Flight) -> "StepShape":
-        """The same of a step that is under way, without a look at each row that decodes."""
-        load = flight.load
-        chunks = [work.num_tokens for work in flight.plan.work[flight.num_decoding :] if work.num_tokens > 1]
-        num_decoding = load.num_sequences - len(chunks)
-        return cls(num_decoding, len(chunks), sum(chunks), load.kv_read, load.chunk_pairs)
+from penstock.schedule.step import StepShape
 
 
 class StepTime(Protocol):

@@ -42,7 +42,21 @@ class TokenHold(Protocol):
 
 
 class Limits(Protocol):
-    """Rate limits: `levels.LimitLevels`."""
+    """Rate limits of tenants: `rate_limit.Limiter`."""
+
+    def reserve(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+    ) -> TokenHold | Refusal:
+        """Take all that a request is expected to need, or nothing."""
+        ...
+
+    def lacks(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
+        """Whether a store is asked first for so many tokens. Never waits."""
+        ...
+
+
+class Levels(Protocol):
+    """Rate limits of tenants and of their keys and users: `levels.LimitLevels`."""
 
     def reserve(
         self,
@@ -55,7 +69,7 @@ class Limits(Protocol):
         user: str = "",
         request_id: str = "",
     ) -> TokenHold | Refusal:
-        """Take all that a request is expected to need, or nothing."""
+        """Take all that a request is expected to need on each level, or nothing."""
         ...
 
     def lacks(
@@ -80,6 +94,10 @@ class Budgets(Protocol):
         """A request that holds `held` cost `actual`, or was refused after all: exactly once."""
         ...
 
+    def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
+        """A request that holds nothing cost so much after all."""
+        ...
+
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """Whether a store is asked first for a request of this price. Never waits."""
         ...
@@ -87,6 +105,11 @@ class Budgets(Protocol):
 
 class Prices(Protocol):
     """The price of tokens: `price.PriceList`."""
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything has a price; if not, none is asked for."""
+        ...
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         """In millionths of the currency."""

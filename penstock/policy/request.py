@@ -37,8 +37,8 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
     """The holds reserved for one request, until the request has them."""
 
     tokens: TokenHold
-    money: int
-    """Of its tenant's budget, in millionths."""
+    money: int | None
+    """Of its tenant's budget, in millionths; None: nothing has a price, and the tenant no budget."""
     expected: int
     """Answer tokens that its fair share was charged for."""
     budgeted: int
@@ -107,7 +107,7 @@ class Request(Work):
     facts: RequestFacts
     model_queue: ModelQueue
     tokens: TokenHold
-    money: int
+    money: int | None
     """Held of its tenant's budget, in millionths."""
     expected: int
     """Answer tokens that its fair share was charged for."""

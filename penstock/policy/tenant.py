@@ -69,6 +69,16 @@ class Tenant:
     fairness_key: str = ""
     """Names the tenant to the engines, whose queue and preemption share by it."""
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether its keys or its users have limits of their own."""
+        return self.per_key is not None or self.per_user is not None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its spending is bounded."""
+        return bool(self.budget_day_micros or self.budget_month_micros)
+
 
 ANONYMOUS = Tenant(id=TenantId(""))
 """The tenant of every request where authentication is off: no limits, one shared cache."""

@@ -189,14 +189,6 @@ def text_only(message: Message) -> Message:
     return msgspec.structs.replace(message, content=parts or "")
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """The message as templates know it: earlier reasoning has one name there."""
-    found: dict[str, Any] = msgspec.to_builtins(text_only(message))
-    if (reasoning := found.pop("reasoning", None)) is not None:
-        found.setdefault("reasoning_content", reasoning)
-    return found
-
-
 def unsupported(needs: Sequence[Need], lacking: frozenset[str], model: str) -> Unsupported:
     """The error of a request that no worker of a model could answer; `lacking` is what the ablest of them
     lacks.

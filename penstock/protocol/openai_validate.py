@@ -5,8 +5,7 @@ findings into OpenAI's words, and checks what a type cannot say: bounds, and fie
 The needs of a request are read in `needs`. It knows nothing about models.
 """
 
-import difflib
-import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -26,22 +25,12 @@ from penstock.protocol.openai import (
     TokenizeRequest,
     ToolSpec,
 )
-from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest, TooManyValues, repeated_key
+from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest, explain
 
 T = TypeVar("T")
-_FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 _UNKNOWN_START = "Object contains unknown field"
-_MISSING = re.compile(r"missing required field `(.*)`")
-_EXPECTED = re.compile(r"^Expected `(.+?)`, got `(.+?)`$")
-_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (\S+)$")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """Plain ASCII and one spelling per id, so that no two entries speak of one token."""
-_LENGTH = re.compile(r"^Expected `(\w+)` of length (>=|<=) (\d+)$")
-_WORDS = {
-    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
-    "array": "an array", "object": "an object", "null": "null",
-}  # fmt: skip
 STOP_MAX, STOP_CHARS_MAX, STOP_TOKEN_IDS_MAX = 4, 256, 64
 """Stop strings of a request, characters of one, and stop tokens."""
 MESSAGES_MAX, TOOLS_MAX, PROMPTS_MAX = 2048, 128, 64
@@ -52,9 +41,6 @@ JSON_VALUES_MAX = 100_000
 JSON_DEPTH_MAX = 64
 """Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse
 over it."""
-_TYPE_DEPTH_MAX = 64
-"""Unions and lists around one struct of our own shapes: more than any has."""
-_RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -79,6 +65,18 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     _check_chat_logprobs(request)
     _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
+
+
+def is_plain(request: ChatRequest) -> bool:
+    """Whether it asks for any text as the answer to text, by parameters that many requests have: as nearly
+    all do. Nothing else has needs (`needs.rare_needs`), a required form, or media.
+    """
+    return (
+        type(request) is ChatRequest
+        and request.tools is None is request.tool_choice
+        and request.response_format is None
+        and not any(isinstance(message.content, list) for message in request.messages)
+    )
 
 
 def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
@@ -354,7 +352,7 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             decoder = rare
             request = decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), decoder) from None
+        raise explain(str(error), decoder) from None
     except UnicodeDecodeError:
         _refuse(f"The body is not valid UTF-8{_bad_utf8_at(body)}.", None, "invalid_json")
     except msgspec.DecodeError as error:
@@ -365,6 +363,64 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         _refuse("The JSON body is nested too deeply.", None, "invalid_json")
     _check_keys(body, JSON_VALUES_MAX)
     return request
+
+
+_STRING = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"(\s*:)?|[{}\[\]]', re.DOTALL)
+"""A string (with the colon after it, if it is a key) or a bracket; numbers and words between them are passed
+over."""
+_FEW = 1000
+
+
+class TooManyValues(Exception):
+    """The body holds more strings, objects and arrays than allowed."""
+
+
+class _Repeated(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def repeated_key(body: bytes, values_max: int) -> str | None:
+    """The first key that one object of `body`, which is valid JSON, has twice; None if there is none.
+
+    Decoders pass over it in silence, and what a receiver does with such an object cannot be predicted (RFC
+    8259, section 4). A proxy that reads the first `model` and a server that reads the last do not speak of
+    the same request.
+
+    Raises:
+        TooManyValues: there are more than `values_max` strings and brackets; the rest was not looked at.
+    """
+    num_objects = body.count(b"{")
+    num_at_most = body.count(b'"') // 2 + 2 * (num_objects + body.count(b"["))
+    if num_at_most > values_max:
+        for count, _ in enumerate(_STRING.finditer(body)):
+            if count >= values_max:
+                raise TooManyValues
+    if num_objects <= 2 and num_at_most < _FEW:
+        # A single message, or a plain prompt: if no key occurs twice anywhere, none does in one object.
+        keys = [text for text, colon in _STRING.findall(body) if colon]
+        if len(set(keys)) == len(keys) and b"\\" not in b"".join(keys):
+            return None
+    try:
+        _DECODER.decode(body.decode())
+    except _Repeated as found:
+        return found.key
+    return None
+
+
+def _check_pairs(pairs: Sequence[tuple[str, object]]) -> None:
+    """Called for each object when its end is reached; what it held is not needed any more."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen = set[str]()
+    for key, _ in pairs:
+        if key in seen:
+            raise _Repeated(key)
+        seen.add(key)
+
+
+# Numbers are not made: their lengths are as good, and take no time that grows with the square of the digits.
+_DECODER = json.JSONDecoder(object_pairs_hook=_check_pairs, parse_int=len, parse_float=len, strict=False)
 
 
 def _check_keys(body: bytes, values_max: int) -> None:
@@ -385,81 +441,6 @@ def _bad_utf8_at(body: bytes) -> str:
     except UnicodeDecodeError as error:
         return f" (byte {error.start})"
     return ""
-
-
-def _explain(finding: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
-    match = _FINDING.match(finding)
-    assert match is not None  # The pattern matches any text.
-    what, path = match["what"], (match["path"] or "").removeprefix(".")
-    if unknown := _UNKNOWN.search(what):
-        return _explain_unknown(unknown[1], path, decoder)
-    if missing := _MISSING.search(what):
-        param = f"{path}.{missing[1]}" if path else missing[1]
-        return InvalidRequest(
-            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-        )
-    if not path:
-        return InvalidRequest("The body must be a JSON object.", code="invalid_json")
-    if expected := _EXPECTED.match(what):
-        wanted = " or ".join(_WORDS.get(kind, kind) for kind in expected[1].split(" | "))
-        message = (
-            f"Invalid type for '{path}': expected {wanted}, but got {_WORDS.get(expected[2], expected[2])}."
-        )
-        return InvalidRequest(message, param=path, code="invalid_type")
-    return InvalidRequest(f"Invalid '{path}': {_explain_range(what)}.", param=path, code="invalid_value")
-
-
-def _explain_range(what: str) -> str:
-    if bound := _BOUND.match(what):
-        number = bound[3].removesuffix(".0")
-        return f"expected {_WORDS.get(bound[1], bound[1])} of {_RELATIONS[bound[2]]} {number}"
-    if length := _LENGTH.match(what):
-        unit = "characters" if length[1] == "str" else "entries"
-        return f"expected {_RELATIONS[length[2]]} {length[3]} {unit}"
-    if "out of range" in what:
-        return "the number is out of range"
-    return what[:1].lower() + what[1:200]
-
-
-def _explain_unknown(name: str, path: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
-    shown = name[:64]
-    param = f"{path}.{shown}" if path else shown
-    near = difflib.get_close_matches(shown, _fields_at(path, decoder), n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    message = f"Unrecognized request argument supplied: {param}.{hint}"
-    return InvalidRequest(message, param=param, code="unknown_parameter")
-
-
-def _fields_at(path: str, decoder: msgspec.json.Decoder[Any]) -> list[str]:
-    """Field names that are allowed at `path` (such as `messages[0].tool_calls[1]`)."""
-    node = _type_info(decoder.type)
-    for step in [None, *re.findall(r"\w+(?=[.\[]|$)", re.sub(r"\[[^]]*\]", "[]", path))]:
-        if step is not None and isinstance(node, msgspec.inspect.StructType):
-            node = next((f.type for f in node.fields if f.encode_name == step), node)
-        node = _innermost(node)
-    return [f.encode_name for f in node.fields] if isinstance(node, msgspec.inspect.StructType) else []
-
-
-@functools.cache
-def _type_info(shape: type) -> msgspec.inspect.Type:
-    return msgspec.inspect.type_info(shape)
-
-
-def _innermost(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
-    """Look through unions and lists to the struct in them, if there is one."""
-    for _ in range(_TYPE_DEPTH_MAX):
-        if isinstance(node, msgspec.inspect.UnionType):
-            inner = [
-                t for t in node.types if isinstance(t, msgspec.inspect.StructType | msgspec.inspect.ListType)
-            ]
-            if not inner:
-                return node
-            node = inner[0]
-        elif isinstance(node, msgspec.inspect.ListType):
-            node = node.item_type
-        else:
-            return node
-    return node
 
 
 def _too_big(param: str, limit: int, got: int) -> NoReturn:

@@ -4,11 +4,12 @@ words.
 Parameters that mean what OpenAI or vLLM say they mean are `HONOURED`. A `LABEL` changes no answer, here or at
 OpenAI. One that `NEEDS` a capability is taken where a worker has it; what is `REFUSED` no worker of any kind
 can be asked for through this server. A value that asks for nothing (`neutral`, null) is always taken. Nothing
-is dropped in silence, so a body that gives one parameter twice is refused, too.
+is dropped in silence: a name that is none of these is refused with the one that it resembles.
 """
 
+import difflib
 import enum
-import json
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -16,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from penstock.errors import Unsupported
+from penstock.errors import InvalidRequest, Unsupported
 from penstock.protocol.openai import ChatRequest, CompletionRequest, NumTop, Priority, TokenId
 from penstock.types import Capability
 
@@ -209,59 +210,92 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_TOKEN = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"(\s*:)?|[{}\[\]]', re.DOTALL)
-"""A string (with the colon after it, if it is a key) or a bracket; numbers and words between them are passed
-over."""
-_FEW = 1000
+_FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(.*)`")
+_EXPECTED = re.compile(r"^Expected `(.+?)`, got `(.+?)`$")
+_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (\S+)$")
+_LENGTH = re.compile(r"^Expected `(\w+)` of length (>=|<=) (\d+)$")
+_RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
+    "array": "an array", "object": "an object", "null": "null",
+}  # fmt: skip
+_TYPE_DEPTH_MAX = 64
+"""Unions and lists around one struct of our own shapes: more than any has."""
 
 
-class TooManyValues(Exception):
-    """The body holds more strings, objects and arrays than allowed."""
+def explain(finding: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
+    """The error of a body that a decoder refuses, naming the field; `finding` is what the decoder says."""
+    match = _FINDING.match(finding)
+    assert match is not None  # The pattern matches any text.
+    what, path = match["what"], (match["path"] or "").removeprefix(".")
+    if unknown := _UNKNOWN.search(what):
+        return _explain_unknown(unknown[1], path, decoder)
+    if missing := _MISSING.search(what):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    if not path:
+        return InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    if expected := _EXPECTED.match(what):
+        wanted = " or ".join(_WORDS.get(kind, kind) for kind in expected[1].split(" | "))
+        message = (
+            f"Invalid type for '{path}': expected {wanted}, but got {_WORDS.get(expected[2], expected[2])}."
+        )
+        return InvalidRequest(message, param=path, code="invalid_type")
+    return InvalidRequest(f"Invalid '{path}': {_explain_range(what)}.", param=path, code="invalid_value")
 
 
-class _Repeated(Exception):
-    def __init__(self, key: str) -> None:
-        self.key = key
+def _explain_range(what: str) -> str:
+    if bound := _BOUND.match(what):
+        number = bound[3].removesuffix(".0")
+        return f"expected {_WORDS.get(bound[1], bound[1])} of {_RELATIONS[bound[2]]} {number}"
+    if length := _LENGTH.match(what):
+        unit = "characters" if length[1] == "str" else "entries"
+        return f"expected {_RELATIONS[length[2]]} {length[3]} {unit}"
+    if "out of range" in what:
+        return "the number is out of range"
+    return what[:1].lower() + what[1:200]
 
 
-def repeated_key(body: bytes, values_max: int) -> str | None:
-    """The first key that one object of `body`, which is valid JSON, has twice; None if there is none.
-
-    Decoders pass over it in silence, and what a receiver does with such an object cannot be predicted (RFC
-    8259, section 4). A proxy that reads the first `model` and a server that reads the last do not speak of
-    the same request.
-
-    Raises:
-        TooManyValues: there are more than `values_max` strings and brackets; the rest was not looked at.
-    """
-    num_objects = body.count(b"{")
-    num_at_most = body.count(b'"') // 2 + 2 * (num_objects + body.count(b"["))
-    if num_at_most > values_max:
-        for count, _ in enumerate(_TOKEN.finditer(body)):
-            if count >= values_max:
-                raise TooManyValues
-    if num_objects <= 2 and num_at_most < _FEW:
-        # A single message, or a plain prompt: if no key occurs twice anywhere, none does in one object.
-        keys = [text for text, colon in _TOKEN.findall(body) if colon]
-        if len(set(keys)) == len(keys) and b"\\" not in b"".join(keys):
-            return None
-    try:
-        _DECODER.decode(body.decode())
-    except _Repeated as found:
-        return found.key
-    return None
+def _explain_unknown(name: str, path: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
+    shown = name[:64]
+    param = f"{path}.{shown}" if path else shown
+    near = difflib.get_close_matches(shown, _fields_at(path, decoder), n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    message = f"Unrecognized request argument supplied: {param}.{hint}"
+    return InvalidRequest(message, param=param, code="unknown_parameter")
 
 
-def _check(pairs: Sequence[tuple[str, object]]) -> None:
-    """Called for each object when its end is reached; what it held is not needed any more."""
-    if len(dict(pairs)) == len(pairs):
-        return
-    seen = set[str]()
-    for key, _ in pairs:
-        if key in seen:
-            raise _Repeated(key)
-        seen.add(key)
+def _fields_at(path: str, decoder: msgspec.json.Decoder[Any]) -> list[str]:
+    """Field names that are allowed at `path` (such as `messages[0].tool_calls[1]`)."""
+    node = _type_info(decoder.type)
+    for step in [None, *re.findall(r"\w+(?=[.\[]|$)", re.sub(r"\[[^]]*\]", "[]", path))]:
+        if step is not None and isinstance(node, msgspec.inspect.StructType):
+            node = next((f.type for f in node.fields if f.encode_name == step), node)
+        node = _innermost(node)
+    return [f.encode_name for f in node.fields] if isinstance(node, msgspec.inspect.StructType) else []
 
 
-# Numbers are not made: their lengths are as good, and take no time that grows with the square of the digits.
-_DECODER = json.JSONDecoder(object_pairs_hook=_check, parse_int=len, parse_float=len, strict=False)
+@functools.cache
+def _type_info(shape: type) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(shape)
+
+
+def _innermost(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    """Look through unions and lists to the struct in them, if there is one."""
+    for _ in range(_TYPE_DEPTH_MAX):
+        if isinstance(node, msgspec.inspect.UnionType):
+            inner = [
+                t for t in node.types if isinstance(t, msgspec.inspect.StructType | msgspec.inspect.ListType)
+            ]
+            if not inner:
+                return node
+            node = inner[0]
+        elif isinstance(node, msgspec.inspect.ListType):
+            node = node.item_type
+        else:
+            return node
+    return node

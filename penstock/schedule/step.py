@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -12,6 +13,36 @@ from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
 from penstock.schedule.step_time import StepLoad, chunk_pairs
 from penstock.types import TOKEN_WEIGHT
+
+
+class StepShape(NamedTuple):
+    """The work of one step."""
+
+    decode_rows: int
+    """Rows that compute one token each."""
+    prefill_rows: int
+    prefill_tokens: int
+    """Tokens of all chunks of prompts together."""
+    kv_tokens: int
+    """Tokens whose keys and values are read, once per row: the row's context with this step's tokens."""
+    chunk_pairs: int = 0
+    """(token, token before it) pairs in the attention of chunks; 0 for rows that decode."""
+
+    @classmethod
+    def of(cls, rows: tuple[RowWork, ...]) -> "StepShape":
+        """The shape of a plan's work. O(rows)."""
+        count, prefill_rows, prefill_tokens, pairs = len(rows), 0, 0, 0
+        kv_tokens = count
+        for work in rows:
+            kv_tokens += work.num_computed
+            tokens = work.num_tokens
+            if tokens > 1:
+                prefill_rows += 1
+                prefill_tokens += tokens
+                pairs += tokens * work.num_computed + tokens * (tokens + 1) // 2
+        kv_tokens += prefill_tokens - prefill_rows
+        return cls(count - prefill_rows, prefill_rows, prefill_tokens, kv_tokens, pairs)
+
 
 # A plan on its way: made, handed to the runner, and not applied yet.
 
@@ -65,6 +96,15 @@ class Flight:
             assert num_drafts <= work.drafts, "more was computed than there was room for"
             if num_drafts:
                 self.load = self.load.with_drafts(work.num_computed, num_drafts)
+
+    @property
+    def shape(self) -> StepShape:
+        """The work in it, without a look at each row that decodes."""
+        load = self.load
+        chunks = [work.num_tokens for work in self.plan.work[self.num_decoding :] if work.num_tokens > 1]
+        num_decoding = load.num_sequences - len(chunks)
+        assert num_decoding >= 0, "each chunk is a sequence's"
+        return StepShape(num_decoding, len(chunks), sum(chunks), load.kv_read, load.chunk_pairs)
 
     @property
     def only_decodes(self) -> bool:

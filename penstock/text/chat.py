@@ -416,9 +416,11 @@ def _plain(message: Message) -> dict[str, Any]:
     """A message as templates expect it, which is not quite what OpenAI's API sends.
 
     Text parts become one string and the arguments of a tool call an object; templates write
-    them out again in the model's own way.
+    them out again in the model's own way. Earlier reasoning has one name.
     """
     plain = dict(message)
+    if (reasoning := plain.pop("reasoning", None)) is not None:
+        plain.setdefault("reasoning_content", reasoning)
     content = plain.get("content")
     if content is None:
         plain["content"] = ""

@@ -564,8 +564,8 @@ class FakeTransport(asyncio.Transport):
     def write(self, data: object) -> None:
         pass
 
-    def get_write_buffer_size(self) -> int:
-        return 0
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
     def close(self) -> None:
         self.closing = True

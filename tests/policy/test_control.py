@@ -25,7 +25,6 @@ from penstock.policy.flow import (
 )
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies
-from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.request import Evict, Settled
@@ -199,7 +198,7 @@ def test_a_whole_answer_that_does_not_come_to_its_end_costs_its_client_nothing(
     outcome: Outcome, paid: int
 ) -> None:
     limiter = Limiter(LimitsConfig())
-    made = control(parts=Policies(limits=LimitLevels(limiter)), running=2)
+    made = control(parts=Policies(limits=limiter), running=2)
     for name, is_whole in (("whole", True), ("streamed", False)):
         accept(made, name, tenant=limited(tokens_per_minute=1000), is_whole=is_whole)
     started(made)
@@ -493,7 +492,7 @@ def limited(**limits) -> Tenant:
 def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
     config = LimitsConfig()
     limiter = Limiter(config)
-    made = control(parts=Policies(limits=LimitLevels(limiter), lengths=OutputLengths(config)), running=4)
+    made = control(parts=Policies(limits=limiter, lengths=OutputLengths(config)), running=4)
     tenant = limited(tokens_per_minute=100)
     accept(made, "a", tenant=tenant)
     assert limiter.outstanding == 42
@@ -510,7 +509,7 @@ def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
 def test_a_refusal_by_the_queue_leaves_nothing_reserved() -> None:
     limiter = Limiter(LimitsConfig())
     band = BandTerms(name="default", order=0, requests_max=1)
-    made = control(parts=Policies(limits=LimitLevels(limiter)), bands=(band,))
+    made = control(parts=Policies(limits=limiter), bands=(band,))
     accept(made, "a")
     before = limiter.outstanding
     assert isinstance(made.arrive(0, arrival("b")), Refused)
@@ -523,6 +522,8 @@ class Purse:
 
     def __init__(self, micros: int) -> None:
         self.left, self.settled = micros, 0
+
+    are_any = True
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         return usage.prompt_tokens + usage.completion_tokens
@@ -542,6 +543,10 @@ class Purse:
     def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
         self.left += held - actual
         self.settled += actual
+
+    def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
+        self.left -= micros
+        self.settled += micros
 
 
 class NoMoney:
@@ -566,6 +571,21 @@ def test_a_budget_stops_a_stream_at_a_slice_boundary() -> None:
     assert (record.outcome, record.finish_reason, record.cost_micros) == (Outcome.FINISHED, "budget", 93)
     assert (purse.left, purse.settled) == (7, 93)
     assert isinstance(made.arrive(0, arrival("b")), Refused)
+
+
+def test_a_request_that_began_before_anything_had_a_price_is_paid_for_at_its_end() -> None:
+    purse = Purse(100)
+    purse.are_any = False
+    made = control(parts=Policies(budgets=purse, prices=purse, slice_tokens=20), running=2)
+    for name in ("a", "b"):
+        accept(made, name, max_tokens=1000)
+    started(made)
+    assert purse.left == 100, "nothing is held where nothing has a price"
+    assert end(made, "a", tokens=4).request.record(0).cost_micros == 0
+    purse.are_any = True
+    assert made.output(0, RequestId("b"), 30) is None, "its next slice is not asked for"
+    assert end(made, "b", tokens=30).request.record(0).cost_micros == 62
+    assert (purse.left, purse.settled) == (38, 62)
 
 
 def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
@@ -613,7 +633,7 @@ class Life(RuleBasedStateMachine):
         config = LimitsConfig(burst_s=600)
         self.limiter, self.purse = Limiter(config), Purse(10**6)
         parts = Policies(
-            limits=LimitLevels(self.limiter),
+            limits=self.limiter,
             lengths=OutputLengths(config),
             budgets=self.purse,
             prices=self.purse,

@@ -69,10 +69,15 @@ class Holds:
 
 
 class Money:
-    """Budgets, of so many slices: every hold is settled, exactly once."""
+    """Budgets, of so many slices, and prices: every hold is settled, exactly once."""
+
+    are_any = True
 
     def __init__(self, slices: int) -> None:
         self.num_open, self._slices = 0, slices
+
+    def cost_micros(self, *_: object) -> int:
+        return 1
 
     def reserve(self, *_: object) -> None:
         self.num_open += 1
@@ -101,7 +106,13 @@ class Life:
 
     def __init__(self, *, workers: int = 1, slices: int = 1000) -> None:
         self.limits, self.money = Holds(), Money(slices)
-        parts = Policies(limits=self.limits, budgets=self.money, admission=Elsewhere(), slice_tokens=SLICE)
+        parts = Policies(
+            limits=self.limits,
+            budgets=self.money,
+            prices=self.money,
+            admission=Elsewhere(),
+            slice_tokens=SLICE,
+        )
         self.control = FlowControl(QueueTerms(worker_credit=0, retries_max=3), parts)
         for worker in (W, V)[:workers]:
             self.control.set_worker(0, "m", worker, WorkerView(max_running=4, resumes=True))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.parameters import TooManyValues, repeated_key
+from penstock.protocol.openai_validate import TooManyValues, repeated_key
 
 
 class Pairs(list):

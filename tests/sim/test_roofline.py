@@ -17,7 +17,7 @@ from penstock.planning.roofline import (
     accelerator,
     model_shape,
 )
-from penstock.planning.step_time import StepShape
+from penstock.schedule.step import StepShape
 
 BILLIONS = {
     "7b": 7.24,

@@ -7,9 +7,10 @@ import math
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
-from penstock.planning.step_time import LinearStepTime, StepShape
+from penstock.planning.step_time import LinearStepTime
 from penstock.policy.flow import Outcome
 from penstock.policy.resilience.anomalies import Standing
+from penstock.schedule.step import StepShape
 from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.messages import Rank
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec

@@ -8,7 +8,8 @@ import pytest
 
 from penstock import rng
 from penstock.errors import ConfigError
-from penstock.planning.step_time import Step, StepsFile, StepShape, fit, read_model, write_steps
+from penstock.planning.step_time import Step, StepsFile, fit, read_model, write_steps
+from penstock.schedule.step import StepShape
 
 TRUE = (2_000_000.0, 30_000.0, 50_000.0, 40.0, 5.0)
 

@@ -35,6 +35,7 @@ from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
 from penstock.protocol.cells import CellReport
+from penstock.protocol.needs import NO_CONSTRAINT
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
@@ -176,7 +177,7 @@ class EngineBackend:
         """
         if self._link is None or not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
-        if self._link.clogged:
+        if self._link.is_clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
         if request.adapter:
             self._status.adapters.check(request.adapter, request.adapter_digest)
@@ -199,7 +200,7 @@ class EngineBackend:
                 fairness_key=request.fairness_key,
                 fairness_weight=request.fairness_weight,
                 takes_row=request.takes_row,
-                grammar=request.constraint.as_grammar(),
+                grammar=None if request.constraint is NO_CONSTRAINT else request.constraint.as_grammar(),
                 adapter=request.adapter,
                 adapter_digest=request.adapter_digest,
                 inputs=request.inputs,

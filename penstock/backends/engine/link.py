@@ -127,6 +127,8 @@ class WorkerLink(asyncio.Protocol):
         self._decoder = FrameDecoder()
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self.is_clogged = False
+        """The worker does not read: nothing more should be sent for now."""
         self.was_cut = False
         """It was this side that ended it."""
         self._why = "the worker closed the connection"
@@ -166,11 +168,6 @@ class WorkerLink(asyncio.Protocol):
         """The worker loads, or is asleep: its silence says nothing."""
         self._heartbeat = None
 
-    @property
-    def clogged(self) -> bool:
-        """The worker does not read: nothing more should be sent for now."""
-        return self._transport is None or self._transport.get_write_buffer_size() > MAX_FRAME_BYTES
-
     def send(self, message: ToWorker) -> None:
         """Send at the end of this tick. After the end of the link it is dropped.
 
@@ -207,8 +204,17 @@ class WorkerLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of it.
+        self._transport.set_write_buffer_limits(high=MAX_FRAME_BYTES, low=MAX_FRAME_BYTES)
         self._beat_later()
         self._owner.on_link_up(self)
+
+    def pause_writing(self) -> None:
+        """More than one frame waits to be read by the worker."""
+        self.is_clogged = True
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self.is_clogged = False
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker. A worker that breaks the protocol is disconnected."""
@@ -228,7 +234,7 @@ class WorkerLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
-        self._transport = None
+        self._transport, self.is_clogged = None, True
         self._unsent.clear()
         if self._timer is not None:
             self._timer.cancel()

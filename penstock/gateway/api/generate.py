@@ -65,7 +65,7 @@ from penstock.protocol.needs import (
     unsupported,
 )
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
-from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
+from penstock.protocol.openai_validate import is_plain, parse_chat, parse_completion, prompts_of
 from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
@@ -104,11 +104,12 @@ class Generate:
     async def answer_chat(self, exchange: Exchange, caller: Caller, body: bytes, wording: Wording) -> None:
         """Answer a chat, whose request is `body`, in this wording."""
         request = parse_chat(body, self._services.config.limits)
-        needs = rare_needs(request)
+        needs = [] if is_plain(request) else rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
-        # Also where no part needs a capability: a part of text may also hold an address.
-        check_media(request.messages, self._services.config.limits.media_hosts)
+        if not is_plain(request):
+            # Also where no part needs a capability: a part of text may also hold an address.
+            check_media(request.messages, self._services.config.limits.media_hosts)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)

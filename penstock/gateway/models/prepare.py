@@ -22,7 +22,7 @@ import msgspec
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.gateway.models.served import ServedModel
 from penstock.policy.tenant import ANONYMOUS, Tenant, check_tokens, output_room
-from penstock.protocol.needs import for_template
+from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.telemetry.log import Log
@@ -204,9 +204,11 @@ async def render(
             f"'chat_template_kwargs' may not set '{taken[0]}'.", param="chat_template_kwargs"
         )
 
+    shown = [text_only(each) if isinstance(each.content, list) else each for each in messages]
+
     def work(may_block: bool) -> tuple[int, ...]:
         return model.prompts.token_ids(
-            [for_template(message) for message in messages],
+            msgspec.to_builtins(shown),
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             extra=extra,

@@ -112,6 +112,12 @@ class Hooks:
         self.due = [each.due for each in extras if _does(each, Extra.due)]
         self.next_ns = [each.next_ns for each in extras if _does(each, Extra.next_ns)]
 
+    def put_first(self, extra: Extra) -> None:
+        """Have one more, before all others."""
+        for name in self.__slots__:
+            if _does(extra, getattr(Extra, name)):
+                getattr(self, name).insert(0, getattr(extra, name))
+
 
 def _does(extra: Extra, hook: Callable[..., object]) -> bool:
     return getattr(type(extra), hook.__name__) is not hook
@@ -196,7 +202,9 @@ _AGAIN_NS = NS_PER_S
 
 
 class AttemptClock(Extra):
-    """All attempts of one flow control."""
+    """All attempts of one flow control. It has one from the first external worker on, or the first request
+    whose client waits only so long: other attempts have all the time that they need.
+    """
 
     __slots__ = ("_can_leave", "_deadlines", "_due", "_firsts", "_health", "_requests")
 

@@ -54,9 +54,9 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_hooks", "_model_queues",
-        "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
-        "hedging", "request",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_has_clock", "_hooks",
+        "_model_queues", "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set",
+        "_transitions", "hedging", "request",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
@@ -75,29 +75,20 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        extras: list[Extra] = [AttemptClock(self._requests, self._policies.health, self._fallbacks.can_leave)]
+        self._has_clock, extras = False, list[Extra]()
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
             self._quarantine = CrashQuarantine(self._policies.poison)
             extras.append(self._quarantine)
-        if self._policies.hedges is not None:
-            self.hedging = Hedging(
-                self._policies.hedges,
-                self._policies.health,
-                self._requests,
-                on_lost=self._lost,
-                on_change=self._touch,
-            )
+        if (hedges := self._policies.hedges) is not None:
+            health, change = self._policies.health, self._touch
+            self.hedging = Hedging(hedges, health, self._requests, on_lost=self._lost, on_change=change)
             extras.append(self.hedging)
         self._hooks = Hooks(extras)
         self._transitions = Transitions(
-            self._policies,
-            self._accounts,
-            self._requests,
-            self._hooks,
-            on_change=self._touch,
-            on_dropped=self._drop_for_room,
-        )
+            self._policies, self._accounts, self._requests, self._hooks,
+            on_change=self._touch, on_dropped=self._drop_for_room,
+        )  # fmt: skip
         self._advance = self._transitions.advance
 
     # --- from the front ---------------------------------------------------------------------------
@@ -133,6 +124,8 @@ class FlowControl:
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds
+        if facts.first_token_ns and not self._has_clock:
+            self._use_clock()
         request = request_of(facts, now_ns, model_queue, holds, verdict)
         if isinstance(dropped := model_queue.queue.push(now_ns, request), Full):
             self._accounts.undo(now_ns, facts, holds)
@@ -190,7 +183,14 @@ class FlowControl:
         model_queue.set_worker(now_ns, worker_id, view)
         ready, is_external = (None, False) if view is None else (view.ready, view.is_external)
         self._policies.health.worker(route, worker_id, ready=ready, is_external=is_external)
+        if is_external and not self._has_clock:
+            self._use_clock()
         self._touch(model_queue)
+
+    def _use_clock(self) -> None:
+        assert not self._has_clock, "attempts have one clock"
+        can_leave, self._has_clock = self._fallbacks.can_leave, True
+        self._hooks.put_first(AttemptClock(self._requests, self._policies.health, can_leave))
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
         """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported

@@ -12,6 +12,7 @@ from penstock.policy.contracts import (
     Budgets,
     Health,
     Lengths,
+    Levels,
     Limits,
     Pass,
     Prices,
@@ -53,25 +54,15 @@ class NoLimits:
     __slots__ = ()
 
     def reserve(
-        self,
-        now_ns: int,
-        tenant: Tenant,
-        prompt_tokens: int,
-        output_tokens: int,
-        *,
-        key: str = "",
-        user: str = "",
-        request_id: str = "",
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
     ) -> TokenHold:
         """Nothing to take it from."""
-        del now_ns, tenant, prompt_tokens, output_tokens, key, user, request_id
+        del now_ns, tenant, prompt_tokens, output_tokens, request_id
         return NO_TOKENS
 
-    def lacks(
-        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str
-    ) -> bool:
+    def lacks(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
         """Nothing."""
-        del now_ns, tenant, prompt_tokens, output_tokens, key, user
+        del now_ns, tenant, needed
         return False
 
 
@@ -91,6 +82,9 @@ class NoBudgets:
     def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
         """Nothing is kept of it."""
 
+    def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
+        """Nor of this."""
+
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """There is no store to ask."""
         del now_ns, tenant, micros
@@ -101,6 +95,7 @@ class Free:
     """A price list on which everything is free."""
 
     __slots__ = ()
+    are_any = False
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         """Nothing."""
@@ -197,6 +192,8 @@ class Policies:
 
     admission: Admission = field(default_factory=AdmitAll)
     limits: Limits = field(default_factory=NoLimits)
+    levels: Levels | None = None
+    """Asked instead for a tenant whose keys or users have limits; None: no tenant's have."""
     budgets: Budgets = field(default_factory=NoBudgets)
     prices: Prices = field(default_factory=Free)
     lengths: Lengths = field(default_factory=LongestAnswers)

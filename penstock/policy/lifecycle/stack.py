@@ -70,7 +70,8 @@ def build_policies(
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
     policies = Policies(
         admission=gate,
-        limits=LimitLevels(limiter),
+        limits=limiter,
+        levels=LimitLevels(limiter),
         budgets=budgets,
         prices=prices,
         lengths=OutputLengths(config.limits),

@@ -83,8 +83,11 @@ class Accounts:
         if facts.origin:
             return False
         expected = self._expected(facts)
-        lacks = policies.limits.lacks(now_ns, tenant, prompt, expected, key=facts.key_prefix, user=facts.user)
-        if not (tenant.budget_day_micros or tenant.budget_month_micros):
+        if (levels := policies.levels) is not None and tenant.has_levels:
+            lacks = levels.lacks(now_ns, tenant, prompt, expected, key=facts.key_prefix, user=facts.user)
+        else:
+            lacks = policies.limits.lacks(now_ns, tenant, prompt + expected)
+        if not tenant.has_budget:
             return lacks
         return policies.budgets.lacks(now_ns, tenant, self._first_price(facts)) or lacks
 
@@ -97,23 +100,21 @@ class Accounts:
         """Hold what a request is expected to need, or nothing."""
         policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
         if facts.origin:  # They were asked where it came from.
-            return Holds(tokens=NO_TOKENS, money=0, expected=expected, budgeted=self._first_slice(facts))
-        held = policies.limits.reserve(
-            now_ns,
-            tenant,
-            facts.prompt_tokens,
-            expected,
-            key=facts.key_prefix,
-            user=facts.user,
-            request_id=facts.id,
-        )
+            return Holds(tokens=NO_TOKENS, money=None, expected=expected, budgeted=self._first_slice(facts))
+        prompt, name = facts.prompt_tokens, facts.id
+        if (levels := policies.levels) is not None and tenant.has_levels:
+            key, user = facts.key_prefix, facts.user
+            held = levels.reserve(now_ns, tenant, prompt, expected, key=key, user=user, request_id=name)
+        else:
+            held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
         if (error := _error_of(held)) is not None:
-            return Refused(facts.id, "limits", error)
-        tokens = cast("TokenHold", held)
-        money = self._first_price(facts)
-        if (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
-            tokens.undo(now_ns)
-            return Refused(facts.id, "budget", refusal.error())
+            return Refused(name, "limits", error)
+        tokens, money = cast("TokenHold", held), self._first_price(facts) or None
+        if money or tenant.has_budget:
+            money = money or 0
+            if (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
+                tokens.undo(now_ns)
+                return Refused(name, "budget", refusal.error())
         return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
 
     def _first_slice(self, facts: RequestFacts) -> int:
@@ -130,7 +131,7 @@ class Accounts:
         facts = request.facts
         longest = facts.max_tokens * facts.choices
         request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
-        if facts.origin:
+        if facts.origin or request.money is None:
             return True
         cached = max(request.counted_cached_tokens, 0)
         price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
@@ -142,7 +143,7 @@ class Accounts:
     def undo(self, now_ns: int, facts: RequestFacts, holds: Holds | Request) -> None:
         """The request was refused after all, or is another model's from here on."""
         holds.tokens.undo(now_ns)
-        if not facts.origin:
+        if holds.money is not None:
             self._policies.budgets.settle(now_ns, facts.tenant.id, holds.money, 0)
 
     def settle(self, now_ns: int, request: Request, used: Usage) -> int:
@@ -150,15 +151,21 @@ class Accounts:
         tokens = used.prompt_tokens + used.completion_tokens
         assert tokens >= 0, used
         request.tokens.settle(now_ns, tokens)
-        price = self._policies.prices.cost_micros(request.facts.route, used)
-        if request.facts.origin:
-            return price
-        self._policies.budgets.settle(now_ns, request.facts.tenant.id, request.money, price)
+        facts, policies = request.facts, self._policies
+        price = policies.prices.cost_micros(facts.route, used) if policies.prices.are_any else 0
+        assert price >= 0, "nobody is paid for a request"
+        if request.money is not None:
+            policies.budgets.settle(now_ns, facts.tenant.id, request.money, price)
+        elif price and not facts.origin:
+            policies.budgets.spend(now_ns, facts.tenant.id, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        prices = self._policies.prices
+        if not prices.are_any:
+            return 0
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        return self._policies.prices.cost_micros(route, usage)
+        return prices.cost_micros(route, usage)
 
 
 def _error_of(answer: object) -> PenstockError | None:

@@ -284,6 +284,11 @@ class TenantBudgets:
         assert account.live >= 0 <= account.reserved, "more ended than was reserved"
         self._spend(now_ns, account, actual)
 
+    def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
+        """A request cost so much that began when nothing had a price and its tenant no budget."""
+        assert micros > 0, "nothing is not spent"
+        self._spend(now_ns, self._of(now_ns, tenant), micros)
+
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """Whether a store is asked first for what a request of this price is not covered by here."""
         if self._leases is None or not (tenant.budget_day_micros or tenant.budget_month_micros):

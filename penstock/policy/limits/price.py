@@ -57,6 +57,8 @@ class PriceList:
         self.currency = config.currency
         self.version = _fingerprint(config)
         """Stands in every record that was priced with this list; empty if nothing has a price."""
+        self.are_any = bool(config.models)
+        """Whether a model has a price."""
         self._models = {price.model: _model(price) for price in config.models}
         self._accelerators = {model: _micros(per_hour) for model, per_hour in config.accelerators.items()}
 

@@ -17,10 +17,11 @@ from penstock.config.load import convert_config
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, Scheduling
 from penstock.errors import ConfigError
-from penstock.planning.step_time import StepShape, StepTime
+from penstock.planning.step_time import StepTime
 from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
 from penstock.policy.flow import Outcome
 from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.schedule.step import StepShape
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged

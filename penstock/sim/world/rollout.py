@@ -14,13 +14,14 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.planning.step_time import StepShape, StepTime
+from penstock.planning.step_time import StepTime
 from penstock.policy.flow import Outcome, Start
 from penstock.policy.queueing.spare import PRIORITY, ShadowCopies, blocks_of, num_in_the_way, spare_worker
 from penstock.policy.rollout.cohorts import Cohort
 from penstock.policy.rollout.dealing import Assigned, active_of
 from penstock.policy.rollout.evidence import Observation
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan
+from penstock.schedule.step import StepShape
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.world.facts import Member, Ticket
 from penstock.sim.world.gateway import NOWHERE

@@ -19,7 +19,6 @@ from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHash, BlockHasher
-from penstock.planning.step_time import StepShape
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
@@ -27,6 +26,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
+from penstock.schedule.step import StepShape
 from penstock.sim.traffic.prompts import EOS, PromptBlockNames, Segment, content_tokens, prompt_tokens
 from penstock.sim.world.adapters import SimAdapters
 from penstock.sim.world.messages import (
@@ -338,7 +338,7 @@ class SimWorker:
         assert plan is not None, "what has come waits or runs"
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
-        step_ns = self._step_ns(StepShape.of_flight(self.scheduler.oldest))
+        step_ns = self._step_ns(self.scheduler.oldest.shape)
         self.steps += 1
         self.busy_ns += step_ns
         self._timeline.at(now_ns + step_ns, self.actor, Rank.STEP, self._on_step, plan)

@@ -2,9 +2,9 @@
 
 from scheduled_engine import ScheduledEngine
 
-from penstock.engine.step_meters import NOTED_MAX, StepMeters
+from penstock.engine.steps import NOTED_MAX, StepMeters
 from penstock.planning.roofline import MODELS, CostFloor, Placed, accelerator
-from penstock.planning.step_time import StepShape
+from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 PLACED = Placed(model=MODELS["0.5b"], device=accelerator("l4"))
