@@ -49,7 +49,7 @@ fills leaves a request without drafts long before a long answer ends."""
 READING_SHARE = 0.01
 """The share of all time that is lent for reading."""
 ACCOUNT_STEPS_MAX = 16
-"""What drafts gained counts for no more than so many steps' time: another load may come."""
+"""Gains count for no more than so many steps' time: another load may come."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""

@@ -219,7 +219,7 @@ def test_drafts_and_their_time_are_charged_to_who_has_them() -> None:
         engine.scheduler.apply(result)
 
 
-def test_what_is_read_for_an_answer_that_soon_ends_is_not_read() -> None:
+def test_nothing_is_read_for_an_answer_that_soon_ends() -> None:
     """The work of reading is repaid by the tokens that are left, as far as others' lengths tell them; a head
     on the target's states reads along and has none.
     """
@@ -274,7 +274,7 @@ def test_the_first_passes_of_a_model_do_not_decide() -> None:
 
 
 def test_few_rows_that_run_ahead_bring_a_batch_no_nearer_to_its_end() -> None:
-    """What one of many would profit by its drafts is its own token's time; a lone row has the step's."""
+    """One of many saves its own token's time by a draft; a lone row saves the step's."""
     speculation = guesser(100_000, 1_000, right=True)
     assert counts_of(speculation, [row(30, 0)])[0] > 4
     others = [row(0, 40) for _ in range(31)]
