@@ -21,7 +21,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -180,6 +180,30 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"measured": measured(versions), **result}, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
+
+
+def extend_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Add to what earlier calls of the same bench wrote there: a question in parts of some minutes each.
+
+    `earlier_parts` says how the others were measured.
+    """
+    if path is None:
+        return
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    parts: list[Any] = before.pop("earlier_parts", [])
+    if "measured" in before:
+        earlier = before.pop("measured")
+        parts.append({name: earlier[name] for name in ("command", "date", "commit")})
+    write_result(path, {**({"earlier_parts": parts} if parts else {}), **_merged(before, result)})
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested objects are merged, and anything else is replaced."""
+    found = {**old, **new}
+    for name in old.keys() & new.keys():
+        if isinstance(old[name], dict) and isinstance(new[name], dict):
+            found[name] = _merged(old[name], new[name])
+    return found
 
 
 def _git(*arguments: str) -> str:

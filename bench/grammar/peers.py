@@ -3,11 +3,11 @@
     python -m bench.grammar.peers [--shape 28m] [--rounds 3] [--batch 32] [--tokens 24] [--running vllm=PORT]
         [--json FILE]
 
-The kinds of grammar_cost.py, by 32 streams at once, in rounds with free text, which paces them, before and
-behind in turn. Of the demo model, or of a shape with random weights (peers/shapes.py). Time per
-token is that between a stream's first and last token, so neither prompts nor compiling are in it; the first
-round does not count. `--running` measures a server of the model that was started before. vLLM is installed by
-bench/peers/install_vllm.sh.
+The kinds of cost.py, by 32 streams at once, in rounds with free text, which paces them, before and behind in
+turn. Of the demo model, or of a shape with random weights (peers/shapes.py). Time per token is that between a
+stream's first and last token, so neither prompts nor compiling are in it; time per character is of whole
+answers, and tells of long keys. The first round does not count. `--running` measures a server of the model
+that was started before. vLLM is installed by bench/peers/install_vllm.sh.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from bench.peers.shapes import SHAPES, make_model
 from bench.process import free_port
 
 VARIANTS = (Variant("ours", "bf16", 16), Variant("vllm", "bf16", 16))
-FORMS = {kind: form for kind, form in KINDS.items() if kind != "long_keys"}
-"""Without the one that is forced: time per token says nothing of it."""
+LONG_KEYS_TOKENS = 1000
+"""At most, of an answer with long keys, which ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,24 @@ class Load:
     rounds: int
 
 
-def answer(port: int, load: Load, kind: str, seed: int) -> float:
-    """Milliseconds per token of one stream, behind its first."""
+def answer(port: int, load: Load, kind: str, seed: int) -> tuple[float, float]:
+    """Of one stream: milliseconds per token behind its first, and per character of all of it."""
     body: dict[str, Any] = {
         "model": load.model.name, "prompt": "Write down what you know about rivers.", "temperature": 1.0,
-        "seed": seed, "max_tokens": load.tokens, "stream": True,
+        "seed": seed, "max_tokens": LONG_KEYS_TOKENS if kind == "long_keys" else load.tokens, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    if FORMS[kind] is None:
+    if KINDS[kind] is None:
         body["ignore_eos"] = True
     else:
-        body["structured_outputs"] = FORMS[kind]
+        body["structured_outputs"] = KINDS[kind]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    began = time.monotonic()
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     reported = connection.getresponse()
     assert reported.status == 200, reported.read()
     first = last = 0.0
-    tokens = 0
+    tokens = characters = 0
     for line in reported:
         if not line.startswith(b"data: {"):
             continue
@@ -70,17 +71,19 @@ def answer(port: int, load: Load, kind: str, seed: int) -> float:
         if chunk["choices"] and chunk["choices"][0]["text"]:
             last = time.monotonic()
             first = first or last
+            characters += len(chunk["choices"][0]["text"])
     connection.close()
-    return 1e3 * (last - first) / max(tokens - 1, 1)
+    return 1e3 * (last - first) / max(tokens - 1, 1), 1e3 * (last - began) / characters
 
 
-def batch_of(port: int, load: Load, kind: str, number: int) -> float:
-    """Milliseconds per token of as many streams at once."""
+def batch_of(port: int, load: Load, kind: str, number: int) -> tuple[float, float]:
+    """Milliseconds per token and per character of as many streams at once."""
     with ThreadPoolExecutor(load.batch) as threads:
         seeds = range(1000 * number, 1000 * number + load.batch)
-        found = statistics.mean(threads.map(lambda seed: answer(port, load, kind, seed), seeds))
-    print(f"{kind} {number}: {found:.1f} ms per token", flush=True)
-    return found
+        found = list(threads.map(lambda seed: answer(port, load, kind, seed), seeds))
+    token, character = (statistics.mean(times) for times in zip(*found, strict=True))
+    print(f"{kind} {number}: {token:.1f} ms per token, {character:.2f} per character", flush=True)
+    return token, character
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -91,18 +94,20 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measured(port: int, load: Load) -> dict[str, object]:
-    """Of each kind: time per token, and time over that of the round's free text."""
-    made: list[dict[str, float]] = []
+    """Of each kind: time per token and per character, and these over those of the round's free text."""
+    made: list[dict[str, tuple[float, float]]] = []
     for number in range(load.rounds + 1):
-        kinds = list(FORMS)[:: 1 if number % 2 else -1]
+        kinds = list(KINDS)[:: 1 if number % 2 else -1]
         made.append({kind: batch_of(port, load, kind, number) for kind in kinds})
     made = made[1:]
     return {
         kind: {
-            "ms_per_token": spread([each[kind] for each in made]),
-            "token_time_to_free": spread([each[kind] / each["free"] for each in made]),
+            "ms_per_token": spread([each[kind][0] for each in made]),
+            "ms_per_character": spread([each[kind][1] for each in made]),
+            "token_time_to_free": spread([each[kind][0] / each["free"][0] for each in made]),
+            "character_time_to_free": spread([each[kind][1] / each["free"][1] for each in made]),
         }
-        for kind in FORMS
+        for kind in KINDS
     }
 
 
@@ -134,7 +139,7 @@ def main() -> None:
     report: dict[str, object] = {
         "model": model.name, "batch": args.batch, "rounds": args.rounds, "tokens": args.tokens,
         "cores": os.cpu_count(),
-        "versions": versions(list(VARIANTS)),
+        "versions": versions([variant for variant in VARIANTS if not missing(variant)]),
     }  # fmt: skip
     for variant in VARIANTS:
         if why := missing(variant):

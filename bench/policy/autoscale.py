@@ -10,22 +10,25 @@ the days after it are measured. Beside the product's rule, on the same requests 
     dynamo      NVIDIA Dynamo's planner: every 180 s what comes divided by what a worker was measured to do,
                 and every 5 s one more if latency is over its target, one fewer if it would stay within 80 %
     keda        requests that wait, 5 for each replica, every 15 s, as vLLM's production stack has it; down
-                after 300 s
+                after 300 s. keda-1, keda-half, keda-quarter: as many for each
     hpa         running and waiting requests, `CONCURRENT` for each replica, tolerance 10 %; down after 300 s
     last, trend the product's, with forecasts that are naive
 
 `dynamo` and `hpa` are told what one worker can do, as measured here beforehand; the product finds out.
+`held_until_new_workers` of a spike: good answers by the workers that are there, of what these do at
+`WORKER_RPS`. A FILE that is there already is added to, so that long questions may be asked in parts.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
-from bench.harness import add_json_option, write_result
+from bench.harness import add_json_option, extend_result
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.capacity.autoscaler import ScaleDecision
@@ -128,6 +131,9 @@ RULES: dict[str, Make | None] = {
     "reactive": Reactive,
     "dynamo": Dynamo,
     "keda": partial(Hpa, target=5, counts_running=False),
+    "keda-1": partial(Hpa, target=1, counts_running=False),
+    "keda-half": partial(Hpa, target=0.5, counts_running=False),
+    "keda-quarter": partial(Hpa, target=0.25, counts_running=False),
     "hpa": partial(Hpa, target=CONCURRENT, counts_running=True),
     "last": None,
     "trend": None,
@@ -143,69 +149,83 @@ def made(rule: str, arrivals: Arrivals, seconds: float, start: int = 1, **scalin
     return scaled(Knobs(), arrivals, seconds, replace(spec, **scaling), (start,))
 
 
-def day(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
-    """Days after the first, by rule."""
-    found: dict[str, Any] = {}
-    for rule in rules:
-        rows = []
-        for seed in range(args.first, args.first + args.seeds):
-            played = play(made(rule, Mornings(args.peak), (1 + args.days) * DAY_S), seed)
-            lost, hours = minutes_lost(played, DAY_S), machine_hours(played, DAY_S)
-            since = [each for each in played.records if each.at_ns >= DAY_S * NS_PER_S]
-            good = sum(map(played.good, since)) / len(since)
-            rows.append({"seed": seed, "lost": lost, "hours": hours, "good": good, "requests": len(since)})
-            print(
-                f"day {rule:9} seed {seed}: {lost:3} min lost, {hours:6.2f} machine h, {good:.4f}", flush=True
-            )
-        found[rule] = {
-            "runs": rows,
-            **{name: spread([row[name] for row in rows]) for name in ("lost", "hours")},
-        }
-    return found
+Row = dict[str, Any]
+
+
+def _day(rule: str, seed: int, *, peak: float, days: int) -> Row:
+    played = play(made(rule, Mornings(peak), (1 + days) * DAY_S), seed)
+    since = [each for each in played.records if each.at_ns >= DAY_S * NS_PER_S]
+    return {
+        "lost": minutes_lost(played, DAY_S), "hours": machine_hours(played, DAY_S),
+        "good": sum(map(played.good, since)) / len(since), "requests": len(since),
+    }  # fmt: skip
+
+
+def _spike(rule: str, seed: int, *, cold_s: float) -> Row:
+    begins, ends = 600.0, 1020.0
+    played = play(made(rule, Spike(0.15, 20.0, begins, ends), 1200.0, cold_start_s=(cold_s, cold_s)), seed)
+    assert played.scaling is not None, "it scales"
+
+    def good(since_s: float, until_s: float) -> int:
+        return sum(played.good(each) for each in played.records if since_s <= each.at_ns / NS_PER_S < until_s)
+
+    alone = [each for each in played.scaling.seen if begins <= each.now_ns / NS_PER_S < begins + cold_s]
+    workers_s = sum(each.ready * each.window_s for each in alone)
+    return {
+        "recovered_s": recovery_s(played, begins, ends), "good": good_during(played, begins, ends),
+        "good_per_s": good(begins, ends) / (ends - begins),
+        "held_until_new_workers": good(begins, begins + cold_s) / (workers_s * WORKER_RPS),
+    }  # fmt: skip
+
+
+def _steady(rule: str, seed: int) -> Row:
+    played = play(made(rule, Poisson(1.3), 3600.0, start=4), seed)
+    assert played.scaling is not None, "it scales"
+    moves = sum(each.move != "hold" for each in played.scaling.decisions)
+    return {"turns": turns(played), "moves": moves, "lost": minutes_lost(played)}
+
+
+def _scenario(name: str, seed: int) -> Row:
+    verdict = run_scenario(SCENARIOS[name], Knobs(), seed)
+    return {"passes": verdict.passed} | {each.words: round(each.value, 4) for each in verdict.findings}
+
+
+def _asked(args: argparse.Namespace, run: Callable[[str, int], Row], names: Sequence[str]) -> dict[str, Any]:
+    """Each name on each seed, several at once; their rows, and the spread of each figure."""
+    seeds = range(args.first, args.first + args.seeds)
+    asked = [(name, seed) for name in names for seed in seeds]
+    rows: dict[str, list[Row]] = {name: [] for name in names}
+    with ProcessPoolExecutor(args.jobs) as processes:
+        for (name, seed), row in zip(asked, processes.map(run, *zip(*asked, strict=True)), strict=True):
+            rows[name].append({"seed": seed, **row})
+            print(name, rows[name][-1], flush=True)
+    return {
+        name: {"runs": found}
+        | {each: spread([row[each] for row in found]) for each in found[0] if each != "seed"}
+        for name, found in rows.items()
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean(values), "sd": stdev(values) if len(values) > 1 else 0.0}
 
 
+def day(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
+    """Days after the first, by rule."""
+    return _asked(args, partial(_day, peak=args.peak, days=args.days), rules)
+
+
 def spike(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     """Twenty times the load from one second to the next, for seven minutes."""
-    found: dict[str, Any] = {}
-    for rule in rules:
-        for low, high in ((30.0, 30.0), (60.0, 60.0), (120.0, 120.0)):
-            rows = []
-            for seed in range(args.first, args.first + args.seeds):
-                begins, ends = 600.0, 1020.0
-                arrivals = Spike(0.15, 20.0, begins, ends)
-                played = play(made(rule, arrivals, 1200.0, cold_start_s=(low, high)), seed)
-                rows.append(
-                    {
-                        "seed": seed,
-                        "recovered_s": recovery_s(played, begins, ends),
-                        "good": good_during(played, begins, ends),
-                    }
-                )
-            name = f"{rule}, cold start {low:.0f} s"
-            found[name] = {
-                "runs": rows,
-                **{each: spread([row[each] for row in rows]) for each in ("recovered_s", "good")},
-            }
-            print("spike", name, found[name]["recovered_s"], found[name]["good"], flush=True)
-    return found
+    return {
+        f"cold start {cold_s:.0f} s": _asked(args, partial(_spike, cold_s=cold_s), rules)
+        for cold_s in (30.0, 60.0, 120.0)
+    }
 
 
 def steady(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     """An even load for an hour: changes of direction."""
-    found: dict[str, Any] = {}
-    for rule in rules:
-        rows = []
-        for seed in range(args.first, args.first + args.seeds):
-            played = play(made(rule, Poisson(1.3), 3600.0, start=4), seed)
-            moves = sum(each.move != "hold" for each in played.scaling.decisions) if played.scaling else 0
-            rows.append({"seed": seed, "turns": turns(played), "moves": moves, "lost": minutes_lost(played)})
-            print("steady", rule, rows[-1], flush=True)
-        found[rule] = {"runs": rows, "turns_max": max(row["turns"] for row in rows)}
-    return found
+    return _asked(args, _steady, rules)
 
 
 def spot(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
@@ -213,18 +233,7 @@ def spot(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     names, of the product's rule.
     """
     del rules
-    found: dict[str, Any] = {}
-    for name in ("spot-all-revoked", "zone-loss", "drain-under-load"):
-        rows = []
-        for seed in range(args.first, args.first + args.seeds):
-            verdict = run_scenario(SCENARIOS[name], Knobs(), seed)
-            rows.append(
-                {"seed": seed, "passes": verdict.passed}
-                | {each.words: round(each.value, 4) for each in verdict.findings}
-            )
-            print(name, rows[-1], flush=True)
-        found[name] = rows
-    return found
+    return _asked(args, _scenario, ("spot-all-revoked", "zone-loss", "drain-under-load"))
 
 
 PARTS = {"day": day, "spike": spike, "steady": steady, "spot": spot}
@@ -234,17 +243,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=11, help="the first seed: 1 to 10 were tuned on")
     parser.add_argument("--days", type=int, default=1, help="days that are measured, after the first")
     parser.add_argument("--peak", type=float, default=2.6, help="requests per second of the busiest hour")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--rules", default=",".join(RULES))
     add_json_option(parser)
     args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"no part is called {', '.join(sorted(unknown))}")
     rules = args.rules.split(",")
-    result = {name: PARTS[name](args, rules) for name in args.parts}
-    write_result(args.json, result)
+    result = {name: PARTS[name](args, rules) for name in args.parts or PARTS}
+    extend_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,33 @@
 """How often a rollout judges right: versions that are equal, slow, failing, cut off or cold, 100 times each.
 
-    python -m bench.policy.rollout [--trials N] [--hours H] [--fit FILE] [--only VERSION] [--json FILE]
+    python -m bench.policy.rollout [--trials N] [--hours H] [--fit FILE] [--only VERSION] [--keep FILE]
+                                   [--json FILE]
 
 Requests come from one run of the simulator (conversations of four turns on average, 20 requests a second, on
 workers of which every step is computed). In each trial conversations are dealt to canary and control cohort
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal), for real steps scatter and modelled ones do not: as
-much as `--fit` finds in a real rollout (a server's rollouts.json), or `--noise`. The new version's faults are
-laid over the canary's requests. It is judged every `LOOK_S` seconds; in the product every second, which
-intervals that hold at all times do not mind.
+much as `--fit` finds in a real rollout (a server's rollouts.json, or what bench.sockets.rollout_noise
+writes), or `--noise`. The new version's faults are laid over the canary's requests. It is judged every
+`LOOK_S` seconds; in the product every second, which intervals that hold at all times do not mind. A FILE
+that is there already is added to, so that the versions may be tried in parts.
 """
 
 import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from bench.harness import command_line, write_result
+from bench.harness import command_line, extend_result
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
@@ -36,8 +41,6 @@ from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribu
 from penstock.sim.world.world import World
 
 LOOK_S = 20
-STEP_S = 900.0
-"""Half of what a step takes at most unless an operator says otherwise."""
 SESSIONS_PER_S = 5.0
 WORKERS = 17
 
@@ -61,7 +64,8 @@ class Noise:
 
 def fitted(path: Path) -> Noise:
     """What rows and uncached tokens leave of the variance of a real rollout's times."""
-    (rollout,) = msgspec.json.decode(path.read_bytes(), type=list[Rollout])
+    found = msgspec.json.decode(path.read_bytes())
+    (rollout,) = msgspec.convert(found["rollouts"] if isinstance(found, dict) else found, list[Rollout])
 
     def left(metric: RolloutMetric) -> float:
         sides = [total(side[metric]) for side in (rollout.evidence.canary, rollout.evidence.control)]
@@ -75,9 +79,8 @@ def fitted(path: Path) -> Noise:
     return Noise(left(RolloutMetric.TPOT), left(RolloutMetric.PREFILL))
 
 
-def recorded(seconds: float, noise: Noise) -> list[Ended]:
-    """The run, by the requests' ends."""
-    draw = stream(1, "bench/rollout/noise")
+def recorded(seconds: float) -> list[Ended]:
+    """The run, by the requests' ends, without noise."""
     source = Conversations(
         arrivals=Poisson(SESSIONS_PER_S), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
         message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
@@ -104,10 +107,8 @@ def recorded(seconds: float, noise: Noise) -> list[Ended]:
                 each.id.partition(".")[0],
                 each.end_ns,
                 Observation(
-                    "", is_canary=False, group=0, tokens=each.completion_tokens,
-                    tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise.tpot)),
-                    rows=rows(each),
-                    prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise.prefill)),
+                    "", is_canary=False, group=0, tokens=each.completion_tokens, tpot_ns=each.tpot_ns,
+                    rows=rows(each), prefill_ns=each.ttft_ns - each.queue_ns,
                     uncached_tokens=each.prompt_tokens - each.cached_tokens,
                 ),
             )
@@ -115,6 +116,33 @@ def recorded(seconds: float, noise: Noise) -> list[Ended]:
         ),
         key=lambda each: each.end_ns,
     )  # fmt: skip
+
+
+def with_noise(requests: Sequence[Ended], noise: Noise) -> list[Ended]:
+    """The same, with times that scatter."""
+    draw = stream(1, "bench/rollout/noise")
+    return [
+        Ended(
+            each.session,
+            each.end_ns,
+            msgspec.structs.replace(
+                each.seen,
+                tpot_ns=round(each.seen.tpot_ns * draw.lognormvariate(0, noise.tpot)),
+                prefill_ns=round(each.seen.prefill_ns * draw.lognormvariate(0, noise.prefill)),
+            ),
+        )
+        for each in requests
+    ]
+
+
+def kept(path: Path | None, seconds: float) -> list[Ended]:
+    """The run, from the file that an earlier call left, if it is there."""
+    if path is not None and path.exists():
+        return msgspec.msgpack.decode(path.read_bytes(), type=list[Ended])
+    requests = recorded(seconds)
+    if path is not None:
+        path.write_bytes(msgspec.msgpack.encode(requests))
+    return requests
 
 
 Change = Callable[[Observation, int, Stream], Observation]
@@ -161,7 +189,7 @@ VERSIONS: dict[str, Change] = {
 
 def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
     """Walk through one rollout."""
-    plan = RolloutPlan(model="m", candidate="m@2", promotes=True, step_s=STEP_S)
+    plan = RolloutPlan(model="m", candidate="m@2", promotes=True)
     rollout = Rollout(id=f"trial-{number}", plan=plan, baseline="m@1", began_ns=0, step_began_ns=0)
     draw, num_canary, look_ns = stream(number, "bench/rollout"), 0, 0
     buckets: dict[str, int] = {}
@@ -183,39 +211,54 @@ def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
     return rollout
 
 
+_SHARED: list[Ended] = []
+"""The requests, in each of the processes that try."""
+
+
+def _share(requests: list[Ended]) -> None:
+    _SHARED[:] = requests
+
+
+def _trial(name: str, number: int) -> Rollout:
+    return trial(_SHARED, VERSIONS[name], number)
+
+
 def main() -> None:
     """Print a table, and write JSON if asked."""
     parser = command_line(__doc__)
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
+    parser.add_argument("--hours", type=float, default=1.25, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
     parser.add_argument("--fit", type=Path, help="a server's rollouts.json: as much noise as there")
+    parser.add_argument("--keep", type=Path, help="the simulated requests stay here for a further call")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", action="append", choices=tuple(VERSIONS), help="only these versions")
     args = parser.parse_args()
     noise = fitted(args.fit) if args.fit is not None else Noise(args.noise, args.noise)
     print(f"noise: {noise.tpot:.3f} of times per token, {noise.prefill:.3f} of prefill", flush=True)
-    requests = recorded(args.hours * 3600, noise)
+    requests = with_noise(kept(args.keep, args.hours * 3600), noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
     table: dict[str, object] = {}
-    for name, change in VERSIONS.items():
+    for name in VERSIONS:
         if args.only and name not in args.only:
             continue
-        ended = [trial(requests, change, number) for number in range(args.trials)]
+        with ProcessPoolExecutor(args.jobs, get_context("fork"), _share, (requests,)) as processes:
+            ended = list(processes.map(partial(_trial, name), range(args.trials), chunksize=5))
         back = [each for each in ended if each.state is RolloutState.ROLLED_BACK]
+        verdicts = [each.step_began_ns / 60e9 for each in ended if not each.is_live]
         row = {
             "rolled_back": len(back),
             "by_the_end_of_the_5_percent_step": sum(each.step <= 1 for each in back),
             "in_step": dict(Counter(each.plan.steps[each.step] for each in back)),
             "promoted": sum(each.state is RolloutState.PROMOTED for each in ended),
-            "minutes_to_the_verdict": round(median(e.step_began_ns for e in ended) / 60e9, 1),
+            "minutes_to_the_verdict": round(median(verdicts), 1) if verdicts else None,
             "because_of": dict(Counter(each.why.partition(" +")[0].partition(" -")[0] for each in back)),
         }
         table[name] = row
         print(f"{name:>24}: {row}", flush=True)
-    write_result(
-        args.json,
-        {"trials": args.trials, "noise": asdict(noise), "requests": len(requests), "versions": table},
-    )
+    fit = {"fitted_to": args.fit.name} if args.fit is not None else {}
+    setting = {"trials": args.trials, "noise": asdict(noise), **fit, "requests": len(requests)}
+    extend_result(args.json, {**setting, "versions": table})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ versions they are.
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +80,15 @@ ledger: {{directory: "{place}/ledger-{port}"}}
 limits: {{concurrent_max: 20000}}
 """
 """`penstock serve` with all that it does unless told otherwise, in front of a provider."""
-OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2}
-"""Ours in front of the upstream, and how many gateway processes it has."""
+BARE = """
+auth: {{disabled: true}}
+ledger: {{enabled: false}}
+log: {{access: false}}
+"""
+"""Without what smg lacks: keys, ledger, access log."""
+OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2, "penstock.http.bare": 1}
+"""Ours in front of the upstream, and how many gateway processes it has; `@PYTHON` behind a name runs it with
+another build of the same Python version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +115,11 @@ def command_of(gateway: str, place: Place) -> list[str]:
     kind, _, off = gateway.partition("-")
     if kind == "penstock":
         return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
+    kind, _, python = kind.partition("@")
     if kind in OVER_HTTP:
-        written = _written(place, "ours.yaml", OURS, processes=OVER_HTTP[kind])
-        return [sys.executable, "-m", "penstock", "serve", "-c", written]
+        written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
+        found = f"PYTHONPATH={Path.cwd()}:{sysconfig.get_paths()['purelib']}"
+        return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
     url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
     listen = ["--host", "127.0.0.1", "--port", str(place.port)]
     routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]
@@ -130,6 +140,14 @@ def command_of(gateway: str, place: Place) -> list[str]:
         binary = place.venv / "nginx/usr/sbin/nginx"
         return [str(binary), "-p", str(place.directory), "-c", _written(place, "nginx.conf", NGINX)]
     sys.exit(f"no such gateway: {gateway}")
+
+
+def config_of(kind: str) -> str:
+    """Of ours in front of the upstream."""
+    if not kind.endswith(".bare"):
+        return OURS
+    kept = [line for line in OURS.splitlines() if not line.startswith(("auth", "ledger"))]
+    return "\n".join(kept) + BARE
 
 
 def versions_of(gateways: list[str], venv: Path) -> dict[str, str]:

@@ -128,7 +128,7 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
     if gateway in SLOW:
         shape = replace(shape, connections=min(shape.connections, SLOW_CONNECTIONS))
     requests = max(shape.connections, int(shape.requests * scale))
-    log, is_ours = place / f"{gateway}.log", gateway.partition("-")[0] == "penstock"
+    log, is_ours = place / f"{gateway.replace('/', '_')}.log", gateway.partition("-")[0] == "penstock"
     if is_ours:
         script = str(HERE / "stand_in_worker.py")
         behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)

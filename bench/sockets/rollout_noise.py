@@ -1,15 +1,17 @@
 """A real rollout of two equal versions, whose requests say how much times scatter, for
 `bench.policy.rollout --fit`.
 
-    python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json FILE
+    python -m bench.sockets.rollout_noise [--requests N] [--streams N] [--model MODEL] --json FILE
 
-One server with two versions of the demo model, half of the conversations each; prompts and answers of many
-lengths, by several clients at once. What is written is the server's own rollouts.json: sums, some kilobytes.
-Wants an idle machine: times are what it measures.
+One server with two versions of one model, half of the conversations each; prompts and answers of many
+lengths, by several clients at once. The result has the server's own rollouts.json: sums, some kilobytes.
+Wants an idle machine: times are what it measures. Of a model whose tokens take less than the slices in which
+a processor is shared (`--model penstock-demo-mini`) it measures these.
 """
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,14 +20,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.harness import command_line
+from bench.harness import command_line, write_result
 from penstock.rng import stream
 
 START_S = 90.0
 ADMIN = "admin-0123456789abcdef"
 WORDS = ("the", "river", "runs", "down", "a", "pipe", "to", "turn", "wheels", "and", "light", "comes", "by")
 MODEL = (
-    "- {{path: penstock-demo-mini, name: river, version: {version}, engine: {{threads: 1, dtype: float32,"
+    "- {{path: {path}, name: river, version: {version}, engine: {{threads: 1, dtype: float32,"
     " kv_memory_bytes: 67108864, host_kv_memory_bytes: 0}}}}\n"
 )
 
@@ -39,17 +41,23 @@ def question(number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """`penstock serve` in a folder of its own, as a user starts it."""
 
-    def __init__(self, place: Path, config: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+    def __init__(self, place: Path, config: str, **environment: str) -> None:
+        self.port = free_port()
+        place.mkdir(parents=True, exist_ok=True)
         (place / "penstock.yaml").write_text(config)
         command = [sys.executable, "-m", "penstock", "serve", "-c", "penstock.yaml", "--port", str(self.port)]
+        environment = {**os.environ, "PENSTOCK_STATE_DIR": str(place / "state"), **environment}
         with (place / "log").open("wb") as log:
-            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place)
+            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place, env=environment)
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self.child.poll() is not None or time.monotonic() > deadline:
@@ -81,12 +89,13 @@ class Server:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--model", default="penstock-demo", help="of both versions (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="clients at once")
     args = parser.parse_args()
     assert args.json is not None, "--json says where the rollout goes"
     place = Path(tempfile.mkdtemp(prefix="penstock-rollout-"))
     config = (
-        f"models:\n{MODEL.format(version=1)}{MODEL.format(version=2)}"
+        f"models:\n{MODEL.format(path=args.model, version=1)}{MODEL.format(path=args.model, version=2)}"
         f"auth: {{admin_keys: [{ADMIN}], keys: [{ADMIN}0]}}\nledger: {{directory: {place / 'ledger'}}}\n"
     )
     server = Server(place, config)
@@ -105,11 +114,13 @@ def main() -> None:
 
         with ThreadPoolExecutor(args.streams) as clients:
             statuses = list(clients.map(ask, range(args.requests)))
-        print(f"{statuses.count(200)} of {len(statuses)} answered in {time.monotonic() - began:.0f} s")
+        took_s = time.monotonic() - began
+        print(f"{statuses.count(200)} of {len(statuses)} answered in {took_s:.0f} s")
     finally:
         server.close()
-    args.json.write_bytes((place / "ledger" / "rollouts.json").read_bytes())
-    print(f"written: {args.json}")
+    rollouts = json.loads((place / "ledger" / "rollouts.json").read_bytes())
+    answered = {"answered": statuses.count(200), "asked": len(statuses), "seconds": round(took_s, 1)}
+    write_result(args.json, {"model": args.model, **answered, "streams": args.streams, "rollouts": rollouts})
 
 
 if __name__ == "__main__":

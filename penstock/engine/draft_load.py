@@ -17,7 +17,7 @@ from penstock.engine.fingerprint import RANDOM_SEED, fingerprint
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import holds_head, load_head, load_weights, random_weights
 from penstock.engine.memory import block_bytes_of
-from penstock.engine.sampler import NativeSampler, Sampler, TokenSampler
+from penstock.engine.sampler import sampler_of
 from penstock.engine.speculation import Proposer
 from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weights import Weights
@@ -57,7 +57,7 @@ class PlannedDraft:
             DraftParts(
                 model=model,
                 cache=cache,
-                sampler=_sampler(spec, computing),
+                sampler=sampler_of(spec.vocab_size, computing.native),
                 vocab_size=spec.vocab_size,
                 target_vocab_size=self.target_vocab_size,
                 step_tokens=limits.step_tokens,
@@ -94,7 +94,7 @@ class PlannedHead:
                 table=self.table.take("embedding"),
                 cache=_cache(config, spec, computing, target),
                 computing=computing,
-                sampler=_sampler(spec, computing),
+                sampler=sampler_of(spec.vocab_size, computing.native),
                 logits=target.model.head,
                 step_tokens=self.limits.step_tokens,
                 max_len=self.limits.max_model_len,
@@ -222,11 +222,6 @@ def _cache(config: EngineConfig, spec: DecoderSpec, computing: Computing, target
         spec, target.num_blocks, computing.dtype, torch.device("cpu"),
         rounded=config.kv_dtype == "int8", products=computing.products,
     )  # fmt: skip
-
-
-def _sampler(spec: DecoderSpec, computing: Computing) -> TokenSampler:
-    native = computing.native
-    return Sampler(spec.vocab_size) if native is None else NativeSampler(native)
 
 
 def _check_pair(

@@ -159,6 +159,10 @@ class RowTables:
             return None
         return self._adjustments.apply(logits, rows, positions, self.token_ids, masks)
 
+    def forget_adjustments(self) -> None:
+        """No row is live that changes its logits, after a rehearsal of those that do."""
+        self._adjustments = None
+
     def _enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
         self.token_ids[row, : len(new.token_ids)] = new.token_ids

@@ -43,7 +43,7 @@ from penstock.engine.memory import (
     scoring_step,
 )
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
-from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
+from penstock.engine.sampler import SampleRows, TokenSampler, results, sampler_of, score_chunks
 from penstock.engine.speculation import Follows, PromptLookup, Proposer, ReadsStates, verified
 from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weight_check import WeightCheck
@@ -209,6 +209,7 @@ class Runner:
         with self._model.rehearsing():
             self.run(plan)
         self._cache.clear(list(range(blocks_of(plan))))
+        self._tables.forget_adjustments()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -229,6 +230,7 @@ class Runner:
             with self._model.rehearsing():
                 self.run(plan)
             self._cache.clear(list(range(blocks_of(plan))))
+        self._tables.forget_adjustments()
 
 
 def build_runner(
@@ -397,7 +399,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         takes = config.adapter_slots > 0
         model = wire_model(spec, planned.weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)
-    sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
+    sampler = sampler_of(spec.vocab_size, computing.native)
     floor = cost_floor(
         spec, info, device, itemsize=dtype.itemsize, kept_bits=planned.kept_bits, rounded_kv=cache.rounded
     )

@@ -355,3 +355,8 @@ def _top(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
 
 def _likeliest_first(item: tuple[int, float]) -> tuple[float, int]:
     return -item[1], item[0]
+
+
+def sampler_of(vocab_size: int, native: NativeLibrary | None) -> TokenSampler:
+    """The native kernels' where there are some, else torch's."""
+    return Sampler(vocab_size) if native is None else NativeSampler(native)

@@ -1,13 +1,18 @@
-"""A small file that keeps a controller's state over a restart: read whole, written whole or not at all."""
+"""The files of a controller: a small one that keeps its state over a restart, read whole, and written whole
+or not at all; and the record of its decisions, to which lines are appended.
+"""
 
 import asyncio
 import contextlib
 import os
+from collections import deque
 from pathlib import Path
 
 from penstock.telemetry.log import Log
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
+RECORD_BYTES_MAX = 8 * 1024 * 1024
+PENDING_MAX = 2000
 
 
 class KeptFile:
@@ -44,6 +49,58 @@ class KeptFile:
     def is_there(self) -> bool:
         """Whether something was kept."""
         return self._path is not None and self._path.exists()
+
+
+class RecordFile:
+    """Lines of JSON, in two files of at most `RECORD_BYTES_MAX`; the older one ends in `.1.jsonl`.
+
+    All but `write` belong to the owner's event loop.
+    """
+
+    def __init__(self, path: Path | None, about: str, log: Log) -> None:
+        """Without `path` nothing is kept. `about` names in the log what is decided."""
+        self._path, self._about, self._log = path, about, log
+        self._pending: deque[bytes] = deque(maxlen=PENDING_MAX)
+        self._is_failing = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a file at all."""
+        return self._path is not None
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._pending)
+
+    def add(self, line: bytes) -> None:
+        """A line more."""
+        if self._path is not None:
+            self._pending.append(line)
+
+    def write(self) -> bool:
+        """Write down what was added, and say whether the next line begins a new file. Blocks on the disk;
+        trouble is said once.
+        """
+        lines = [self._pending.popleft() for _ in range(len(self._pending))]
+        if self._path is None or not lines:
+            return False
+        is_full = False
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
+                file.write(b"\n".join(lines) + b"\n")
+                is_full = file.tell() > RECORD_BYTES_MAX
+            if is_full:
+                self._path.replace(self._path.with_suffix(".1.jsonl"))
+        except OSError as error:
+            if not self._is_failing:
+                self._log.warning(f"decisions about {self._about} cannot be written down", error=error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        return is_full
 
 
 def _read(path: Path) -> bytes:

@@ -4,13 +4,14 @@ gateways who gets which version, and keeps all of it in a file.
 One for each server: in the gateway that is alone, or in the parent of several gateway processes. Of servers
 that share a store one decides (leadership.py): the others tell it what became of their requests, pass their
 orders on, and deal as it says. While nobody can be sure to lead, versions stay as they are dealt. Each
-decision is in the audit trail, with its figures. A version that has gone from the configuration while the
-server was down ends its rollout: the old version serves on.
+decision is in the audit trail, with its figures, and in a file from which it can be made again. A version
+that has gone from the configuration while the server was down ends its rollout: the old version serves on.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +20,7 @@ import msgspec
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import InvalidRequest, NotFound
-from penstock.fleet.kept_file import KeptFile
+from penstock.fleet.kept_file import KeptFile, RecordFile
 from penstock.fleet.leadership import MESSAGES_MAX, Leadership
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, bucket_of
 from penstock.policy.rollout.dealing import ActiveRollout, active_of
@@ -34,6 +35,7 @@ JUDGE_S = 1.0
 KEPT_MAX = 100
 """Rollouts; of more the oldest are forgotten, but of each model the latest is kept: it says what serves."""
 PART = "rollouts"
+LINE_BYTES_MAX = 4 * 1024 * 1024
 _UNTOLD_MAX = 20 * MESSAGES_MAX
 """Requests that the leading server is yet to hear of; of more the newest are left out."""
 
@@ -87,6 +89,36 @@ class RolloutReports(msgspec.Struct, frozen=True):
     rollouts: list[RolloutReport]
 
 
+class RolloutDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the record: something was decided."""
+
+    wall_ns: int
+    before: Rollout
+    """With the evidence that it was decided by."""
+    state: RolloutState
+    step: int
+    why: str
+
+
+_decisions = msgspec.json.Decoder(RolloutDecision)
+
+
+def replay(path: Path) -> Iterator[tuple[RolloutDecision, Rollout | None]]:
+    """Make every decision of a record again: where the rollout is then, if that differs; None: it does not.
+
+    Raises:
+        OSError: it cannot be read.
+        msgspec.DecodeError: a line is not of such a file.
+    """
+    with path.open("rb") as file:
+        for text in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+            made = _decisions.decode(text)
+            again = _decisions.decode(text).before
+            again.judge(made.wall_ns)
+            same = (again.state, again.step, again.why) == (made.state, made.step, made.why)
+            yield made, None if same else again
+
+
 def rollouts_file(config: Config) -> Path | None:
     """Where they are kept: beside the ledger; None: an operator who keeps no records does not want these."""
     return ledger_directory(config.ledger) / "rollouts.json" if config.ledger.enabled else None
@@ -113,6 +145,8 @@ class RolloutLeader:
         self._versions, self._clock, self._log, self._notes = versions, clock, log, notes
         self._publish, self._new_id, self._leadership = publish, new_id, leadership
         self._file = KeptFile(path, "rollouts", log)
+        record = None if path is None else path.with_name("rollout-decisions.jsonl")
+        self._record = RecordFile(record, "rollouts", log)
         self._rollouts: deque[Rollout] = deque()  # The oldest first.
         self._untold: list[Observation] = []
         self._task: asyncio.Task[None] | None = None
@@ -243,10 +277,14 @@ class RolloutLeader:
                 continue
             changed = False
             for each in self._rollouts:
-                step = each.step
-                if each.judge(self._wall_ns()):
+                before, now_ns = copy(each), self._wall_ns()
+                if each.judge(now_ns):
                     changed = True
-                    self._note(_WORDS[each.state] if each.step == step else "rollout goes on", each)
+                    self._note(_WORDS[each.state] if each.step == before.step else "rollout goes on", each)
+                    made = RolloutDecision(
+                        wall_ns=now_ns, before=before, state=each.state, step=each.step, why=each.why
+                    )
+                    self._record.add(_encoder.encode(made))
             if changed:
                 self._tell()
                 await self._save()
@@ -320,6 +358,8 @@ class RolloutLeader:
                 self._note("rollout aborted", each)
 
     async def _save(self) -> None:
+        if self._record.has_changes:
+            await asyncio.to_thread(self._record.write)
         if self._rollouts or self._file.is_there:
             await self._file.save(_encoder.encode(list(self._rollouts)))
 

@@ -3,12 +3,9 @@ decision can be made again.
 
 The file has a line of JSON for each decision, with all that it was made from. It begins, for each model, with
 the configuration and the state before its first decision. From there on the same signals give the same
-decisions, on any machine: `replay` holds them against each other. Two files of at most `FILE_BYTES_MAX` are
-kept.
+decisions, on any machine: `replay` holds them against each other.
 """
 
-import os
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +13,11 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.scale import ScaleConfig
+from penstock.fleet.kept_file import RecordFile
 from penstock.policy.capacity.autoscaler import Autoscaler, ScaleBudget, ScaleDecision, ScaleState
 from penstock.policy.capacity.signals import Override, Signals
 from penstock.telemetry.log import Log
 
-FILE_BYTES_MAX = 8 * 1024 * 1024
-PENDING_MAX = 2000
 LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -60,17 +56,15 @@ class Trail:
 
     def __init__(self, path: Path | None, log: Log) -> None:
         """Without `path` nothing is kept."""
-        self._path, self._log = path, log
-        self._pending: deque[bytes] = deque(maxlen=PENDING_MAX)
+        self._file = RecordFile(path, "capacity", log)
         self._begun: set[str] = set()
-        self._is_failing = False
 
     def begin(self, scaler: Autoscaler) -> None:
         """Before a decision: where it begins, if the file does not have that yet."""
-        if self._path is not None and scaler.model not in self._begun:
+        if self._file.is_kept and scaler.model not in self._begun:
             self._begun.add(scaler.model)
             state = msgspec.Raw(_encode(scaler.state))
-            self._pending.append(_encode(TrailBegin(model=scaler.model, scale=scaler.scale, state=state)))
+            self._file.add(_encode(TrailBegin(model=scaler.model, scale=scaler.scale, state=state)))
 
     def restart(self, model: str) -> None:
         """The model's state is another one now."""
@@ -78,34 +72,18 @@ class Trail:
 
     def keep(self, seen: Signals, budget: ScaleBudget, decision: ScaleDecision) -> None:
         """It was decided."""
-        if self._path is not None:
-            self._pending.append(_encode(TrailLine(seen=seen, budget=budget, decision=decision)))
+        if self._file.is_kept:
+            self._file.add(_encode(TrailLine(seen=seen, budget=budget, decision=decision)))
 
     @property
     def has_changes(self) -> bool:
         """Whether there is something to write."""
-        return bool(self._pending)
+        return self._file.has_changes
 
     def write(self) -> None:
-        """Write down what is kept. Blocks on the disk; trouble is said once."""
-        lines = [self._pending.popleft() for _ in range(len(self._pending))]
-        if self._path is None or not lines:
-            return
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-            with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
-                file.write(b"\n".join(lines) + b"\n")
-                is_full = file.tell() > FILE_BYTES_MAX
-            if is_full:
-                self._path.replace(self._path.with_suffix(".1.jsonl"))
-                self._begun.clear()
-        except OSError as error:
-            if not self._is_failing:
-                self._log.warning("decisions about capacity cannot be written down", error=error)
-            self._is_failing = True
-        else:
-            self._is_failing = False
+        """Write down what is kept. Blocks on the disk."""
+        if self._file.write():
+            self._begun.clear()
 
 
 def replay(path: Path) -> Iterator[tuple[int, Difference | None]]:

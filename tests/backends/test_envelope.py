@@ -59,7 +59,12 @@ def through_envelopes(
     num_spared = 0
     for start in range(0, len(events), reads):
         block = block_of(events[start : start + reads])
-        if joins and (piece := envelopes.only(block)) is not None:
+        texts = envelopes.texts(block) if joins else None
+        piece = envelopes.ids(block) if joins else None
+        assert texts is None or piece is None
+        if texts is not None:
+            piece = Piece(text="".join(texts), parts=tuple(texts))
+        if piece is not None:
             found.append(piece)
             num_spared += len(piece.parts) or len(piece.token_ids) or 1
             continue

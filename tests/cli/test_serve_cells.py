@@ -279,47 +279,75 @@ def usage(cells: Cells, *names: str, by: str) -> dict[str, int]:
     return {row[by]: row["requests"] for row in json.loads(reported)["rows"]}
 
 
-def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cells) -> None:
-    """North, with its gateway and its workers, is killed under load that east sends there, for it is cheaper
-    than west. It runs last: north is gone afterwards.
+@dataclass(slots=True)
+class Loaded:
+    """The answers of a cell whose peer was killed meanwhile."""
+
+    answers: list[tuple[int, Answer]]
+    """With the number of the prompt."""
+    num_before: int
+    """Those that came before the peer was killed."""
+    expected: dict[int, str]
+    """The texts, by prompt."""
+
+    def check(self) -> None:
+        """No request failed, and every text is the one that would have come without load."""
+        assert Counter(each.status for _, each in self.answers) == {200: len(self.answers)}
+        assert not {each.error for _, each in self.answers} - {""}
+        assert all(each.text == self.expected[number] for number, each in self.answers), "to the token"
+
+
+def kill_under_load(cells: Cells, peer: str, *, streams: int, further: int) -> Loaded:
+    """Sixteen clients of east, whose peer is killed with all its processes once it has so many of their
+    streams; they go on until `further` answers have come.
     """
     expected = {number: cells.ask("east", f"The river {number}", tokens=150).text for number in range(4)}
-    before = sum(usage(cells, *LABELS, by="tenant").values())
-    answers, lock = list[tuple[int, Answer]](), threading.Lock()
-    stop = threading.Event()
+    loaded, stop, lock = Loaded([], 0, expected), threading.Event(), threading.Lock()
 
     def client(number: int) -> None:
         while not stop.is_set():
             answer = cells.ask("east", f"The river {number % 4}", tokens=150)
             with lock:
-                answers.append((number % 4, answer))
+                loaded.answers.append((number % 4, answer))
 
     with ThreadPoolExecutor(16) as threads:
         running = [threads.submit(client, number) for number in range(16)]
         try:
-            north = cells.servers["north"]
-            pids = (north.process.pid, *north.workers)
-            cells.until(lambda: cells.streaming.count("north") >= 2, "nothing went to north")
+            server = cells.servers[peer]
+            pids = (server.process.pid, *server.workers)
+            cells.until(lambda: cells.streaming.count(peer) >= streams, f"too little went to {peer}", 120.0)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            num_then = len(answers)
-            cells.until(lambda: "cell:north/river" not in cells.ready("east"), "north is not missed")
-            cells.until(lambda: len(answers) > num_then + 40, "east answers no more")
+            loaded.num_before = len(loaded.answers)
+            cells.until(lambda: f"cell:{peer}/river" not in cells.ready("east"), f"{peer} is not missed")
+            num_then = len(loaded.answers)
+            cells.until(lambda: len(loaded.answers) > num_then + further, "east answers no more")
         finally:
             stop.set()
         for each in running:
             each.result()
-    assert Counter(each.status for _, each in answers) == {200: len(answers)}
-    assert not {each.error for _, each in answers} - {""}
-    assert all(each.text == expected[number] for number, each in answers), "to the token"
-    assert any(each.migrated == "exact" for _, each in answers), "streams that ran there went on elsewhere"
-    assert any(each.cell == "west" for _, each in answers[num_then:]), "the other peer has its part"
-    # One bill for each: of north nothing was recovered, and nothing of it is needed.
-    num_asked = before + len(answers)
+    return loaded
+
+
+def wait_for_one_bill(cells: Cells, *names: str, requests: int) -> None:
+    """Every request is in the ledgers once, without those that the killed cell lost."""
     cells.until(
-        lambda: sum(usage(cells, *LABELS, by="tenant").values()) == num_asked,
-        f"{usage(cells, *LABELS, by='tenant')} of {num_asked}",
+        lambda: sum(usage(cells, *names, by="tenant").values()) == requests,
+        f"{usage(cells, *names, by='tenant')} of {requests}",
     )
+
+
+def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cells) -> None:
+    """North, with its gateway and its workers, is killed under load that east sends there, for it is cheaper
+    than west. It runs last: north is gone afterwards.
+    """
+    before = sum(usage(cells, *LABELS, by="tenant").values())
+    loaded = kill_under_load(cells, "north", streams=2, further=40)
+    loaded.check()
+    assert any(each.migrated == "exact" for _, each in loaded.answers), "streams there went on elsewhere"
+    late = loaded.answers[loaded.num_before :]
+    assert any(each.cell == "west" for _, each in late), "the other peer has its part"
+    wait_for_one_bill(cells, *LABELS, requests=before + len(loaded.expected) + len(loaded.answers))
     assert usage(cells, "west", by="origin")["east"] > 0
 
 
@@ -329,37 +357,9 @@ def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tm
     """
     pair = Cells(tmp_path, names=("east", "west"), processes=2)
     try:
-        expected = {number: pair.ask("east", f"The river {number}", tokens=150).text for number in range(4)}
-        answers, stop, lock = list[tuple[int, Answer]](), threading.Event(), threading.Lock()
-
-        def client(number: int) -> None:
-            while not stop.is_set():
-                answer = pair.ask("east", f"The river {number % 4}", tokens=150)
-                with lock:
-                    answers.append((number % 4, answer))
-
-        with ThreadPoolExecutor(16) as threads:
-            running = [threads.submit(client, number) for number in range(16)]
-            try:
-                pair.until(lambda: pair.streaming.count("west") >= 2, "nothing runs in west")
-                west = pair.servers["west"]
-                for pid in (west.process.pid, *west.workers):
-                    os.kill(pid, signal.SIGKILL)
-                pair.until(lambda: "cell:west/river" not in pair.ready("east"), "west is not missed")
-                num_then = len(answers)
-                pair.until(lambda: len(answers) > num_then + 20, "east answers no more")
-            finally:
-                stop.set()
-            for each in running:
-                each.result()
-        assert Counter(each.status for _, each in answers) == {200: len(answers)}
-        assert not {each.error for _, each in answers} - {""}
-        assert all(each.text == expected[number] for number, each in answers), "to the token"
-        assert any(each.cell == "west" for _, each in answers)
-        num_asked = len(expected) + len(answers)
-        pair.until(
-            lambda: sum(usage(pair, "east", "west", by="tenant").values()) == num_asked,
-            f"{usage(pair, 'east', 'west', by='tenant')} of {num_asked}",
-        )
+        loaded = kill_under_load(pair, "west", streams=1, further=20)
+        loaded.check()
+        assert any(each.cell == "west" for _, each in loaded.answers)
+        wait_for_one_bill(pair, "east", "west", requests=len(loaded.expected) + len(loaded.answers))
     finally:
         pair.close()

@@ -1,5 +1,5 @@
-"""Rollouts of a real server's model: one that is taken back because the new version is slower, and one that
-is promoted, by several gateway processes, and survives a restart.
+"""Rollouts of a real server's model: one of a version that has no worker, one that is taken back because
+it is slower, and one that is promoted, by several gateway processes, and survives a restart.
 """
 
 import json
@@ -25,22 +25,31 @@ pytestmark = pytest.mark.timeout(300)
 
 ADMIN = "admin-0123456789abcdef"
 SMALL, LARGE = resolve("penstock-demo-mini"), resolve("penstock-demo")
+SLOWNESS = (
+    "hard stop: time per token is ", "hard stop: prefill per uncached token is ", "time per token +",
+    "prefill per uncached token +", "machine time per token of work +",
+)  # fmt: skip
+"""The beginnings of reasons to take a slower version back."""
+AWAY = (
+    "- {path: penstock-demo-mini, name: river, version: 3, replicas: 0,"
+    " workers: [{url: 'http://127.0.0.1:1/v1', engine: vllm, served_model: river}]}\n"
+)
 PLAN = {"model": "river", "steps": [50], "requests_min": 30, "warm_up_requests": 5, "step_s": 3}
 
 
 class Place:
-    """A server with two versions of one model, and two tenants."""
+    """A server with versions of one model, and two tenants."""
 
-    def __init__(self, place: Path, first: Path, second: Path, *, processes: int) -> None:
+    def __init__(self, place: Path, *versions: Path, processes: int, more: str = "") -> None:
         self.place, keys = place, place / "keys.json"
         self.one, self.two = (add(keys, tenant=tenant).key for tenant in ("one", "two"))
         models = "".join(
             f"- {{path: {path}, name: river, version: {version},"
             f" engine: {{threads: 1, dtype: float32, kv_memory_bytes: 33554432, host_kv_memory_bytes: 0}}}}\n"
-            for version, path in ((1, first), (2, second))
+            for version, path in enumerate(versions, 1)
         )
         (place / "config.yaml").write_text(
-            f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
+            f"models:\n{models}{more}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
             f"server: {{port: 0, processes: {processes}}}\ntenants: [{{id: two, models: [river@1]}}]\n"
         )
         self.start()
@@ -99,7 +108,8 @@ class Place:
 
 @pytest.fixture(scope="module")
 def slower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    place = Place(tmp_path_factory.mktemp("slower"), SMALL, LARGE, processes=1)
+    """The second version is slower, and the third one's workers are never there."""
+    place = Place(tmp_path_factory.mktemp("slower"), SMALL, LARGE, processes=1, more=AWAY)
     yield place
     place.server.close()
 
@@ -112,9 +122,9 @@ def penstock(place: Place, *words: str) -> int:
 def test_what_cannot_be_rolled_out_is_refused_at_once(slower: Place) -> None:
     for body, status, words in (
         (
-            {"model": "river", "candidate": "river@3"},
+            {"model": "river", "candidate": "river@4"},
             404,
-            "has no version 'river@3'. It has 'river@1', 'river@2'",
+            "has no version 'river@4'. It has 'river@1', 'river@2', 'river@3'",
         ),
         ({"model": "lake", "candidate": "lake@2"}, 404, "has no version"),
         ({"model": "river", "candidate": "river@1"}, 400, "'river@1' serves 'river' already"),
@@ -130,6 +140,21 @@ def test_what_cannot_be_rolled_out_is_refused_at_once(slower: Place) -> None:
     assert slower.admin("GET", "/admin/rollouts").json() == {"rollouts": []}
 
 
+def test_a_version_without_a_worker_changes_nothing_and_cannot_be_promoted(
+    slower: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert penstock(slower, "start", "river@3", "--steps", "50") == 0
+    try:
+        assert "river@3 has no worker that takes requests" in capsys.readouterr().out
+        assert {slower.ask(slower.one, each) for each in range(20)} == {"river@1"}
+        assert penstock(slower, "promote", "river") == 1
+        refused = capsys.readouterr().err
+        assert "river@1 serves. Promote it when it has one, or abort the rollout" in refused
+        assert slower.latest()["state"] == "running"
+    finally:
+        assert penstock(slower, "abort", "river") == 0
+
+
 def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.CaptureFixture[str]) -> None:
     started = slower.admin("POST", "/admin/rollouts", **PLAN, candidate="river@2")
     assert started.json()["rollouts"][0]["state"] == "running"
@@ -139,9 +164,7 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     versions = slower.ask_until(lambda: slower.latest()["state"] != "running")
     found = slower.latest()
     assert found["state"] == "rolled_back"
-    assert found["why"].startswith(("hard stop: ", "time per token +", "prefill per uncached token +")), (
-        found["why"]
-    )
+    assert found["why"].startswith(SLOWNESS), found["why"]
     had = Counter(version for each in versions.values() for version in each)
     assert had["river@2"] > 10
     assert had["river@1"] > 10
@@ -155,6 +178,21 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     assert "worse" in shown or "hard stop" in shown
 
 
+def test_its_decision_is_on_record_and_comes_out_the_same_again(
+    slower: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = slower.place / "ledger" / "rollout-decisions.jsonl"
+    assert main(["rollout", "replay", str(path)]) == 0
+    assert "1 decisions made again: all the same" in capsys.readouterr().out
+    changed = slower.place / "changed.jsonl"
+    changed.write_text(path.read_text().replace('"state":"rolled_back"', '"state":"promoted"'))
+    assert main(["rollout", "replay", str(changed)]) == 1
+    shown = capsys.readouterr().out
+    assert "river@2: on record promoted, step 1" in shown
+    assert "again rolled_back, step 1" in shown
+    assert main(["rollout", "replay", str(slower.place / "config.yaml")]) == 2
+
+
 def test_copies_find_a_slower_version_out_before_anybody_has_it(
     slower: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,8 +204,10 @@ def test_copies_find_a_slower_version_out_before_anybody_has_it(
     assert found["state"] == "rolled_back"
     assert found["step"] == -1, found["why"]
     assert {version for each in versions.values() for version in each} == {"river@1"}
+    assert found["why"].startswith(SLOWNESS), found["why"]
     metrics = {each["metric"]: each for each in found["metrics"]}
-    assert metrics["time per token"]["difference"] is None or metrics["time per token"]["difference"] > 0
+    assert min(metrics["failures"]["canary_requests"], metrics["failures"]["control_requests"]) >= 10
+    assert metrics["failures"]["difference"] == 0, "the copies were answered"
     page = slower.admin("GET", "/metrics").text
     assert 'penstock_shadow_requests_total{model="river@2",outcome="compared"}' in page
     assert "it gets copies of 100 % of conversations" in [each.get("why") for each in slower.audit()]

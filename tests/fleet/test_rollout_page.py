@@ -9,6 +9,9 @@ import msgspec
 import pages
 
 from penstock.cli.main import build_parser
+from penstock.config.checkpoints import resolve
+from penstock.config.checks import check
+from penstock.config.load import parse_config
 from penstock.fleet.rollouts import ProbeScore
 from penstock.policy.rollout.evidence import Evidence, RolloutMetric
 
@@ -24,12 +27,21 @@ def test_its_configurations_have_two_versions_of_one_model() -> None:
     assert first.engine != second.engine, "a configuration as a version"
 
 
+def test_its_example_for_one_machine_has_the_versions_that_it_rolls_out() -> None:
+    config = parse_config((pages.DOCS.parent / "examples" / "rollout" / "penstock.yaml").read_text())
+    check(config)
+    assert [(each.name, each.version) for each in config.models] == [("river", 1), ("river", 2)]
+    for model in config.models:
+        assert resolve(model.path).is_dir(), "a fresh clone has it"
+
+
 def test_its_commands_are_commands() -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    lines = [shlex.split(line, comments=True) for line in blocks[0].splitlines()]
-    for argv in lines:
-        assert argv[0] == "penstock"
-        build_parser().parse_args(argv[1:])
+    for block in blocks[:2]:
+        for line in block.splitlines():
+            argv = shlex.split(line.removesuffix("&"), comments=True)
+            assert argv[0] == "penstock"
+            build_parser().parse_args(argv[1:])
     (body,) = re.findall(r"-d '(\{.*?\})'", PAGE)
     score = msgspec.json.decode(body, type=ProbeScore)
     assert (score.version, score.score) == ("support@2", 1.0)

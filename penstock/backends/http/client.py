@@ -472,9 +472,8 @@ class _Connection(asyncio.Protocol):
         self._exchange.on_head(status, self._headers)
 
     def _pass_body(self) -> None:
-        bodies = self._bodies
-        data = bodies.pop() if len(bodies) == 1 else b"".join(bodies)
-        bodies.clear()
+        data = b"".join(self._bodies)  # One alone is not copied.
+        self._bodies.clear()
         if data and self._exchange is not None:
             self._exchange.on_data(data)
 

@@ -43,7 +43,9 @@ _decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
 class Envelopes:
     """The text around the deltas, or the ids, of one answer's events."""
 
-    __slots__ = ("_before", "_behind", "_between", "_middle", "_num_trials", "_prefix", "_reader")
+    __slots__ = (
+        "_before", "_behind", "_between", "_middle", "_num_trials", "_prefix", "_reader", "_start", "_stop",
+    )  # fmt: skip
 
     def __init__(self, reader: AnswerReader) -> None:
         """`reader` must read an event without text before and behind in the same way at any time; see
@@ -54,6 +56,8 @@ class Envelopes:
         """With the prefix of the event's line, and with its end; empty: not known."""
         self._middle = b""
         """Between text and ids; empty: events have no ids."""
+        self._start = self._stop = 0
+        """Of what stands between the first event's beginning and the last one's end, in a block of them."""
         self._prefix = _PREFIXES[0]
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
@@ -85,14 +89,25 @@ class Envelopes:
             if event is not None:
                 yield event
 
-    def only(self, block: bytes) -> Piece | None:
-        """The content of a block that is one run of similar events, as nearly all are; None: `sort` it."""
-        before, behind = self._before, self._behind
-        if not before or not block.startswith(before) or not block.endswith(behind):
+    def texts(self, block: bytes) -> list[str] | None:
+        """The texts of a block that is one run of similar events, as nearly all are; None: it is another, or
+        they have ids.
+        """
+        before = self._before
+        if self._middle or not before or not block.startswith(before) or not block.endswith(self._behind):
             return None
-        holes = block[len(before) : -len(behind)].split(self._between)
         try:
-            return _ids_in(holes, self._middle) if self._middle else _texts_in(holes)
+            return _texts_in(block[self._start : self._stop].split(self._between))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def ids(self, block: bytes) -> Piece | None:
+        """The same of events with ids."""
+        before, middle = self._before, self._middle
+        if not middle or not block.startswith(before) or not block.endswith(self._behind):
+            return None
+        try:
+            return _ids_in(block[self._start : self._stop].split(self._between), middle)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
@@ -107,7 +122,7 @@ class Envelopes:
         else:  # It begins as the others do, and ends in another way.
             rest = self._before + holes.pop()
         try:
-            piece = _ids_in(holes, self._middle) if self._middle else _texts_in(holes)
+            piece = _ids_in(holes, self._middle) if self._middle else _piece_of(_texts_in(holes))
         except (msgspec.DecodeError, UnicodeDecodeError):
             piece = None
         if piece is not None:
@@ -162,18 +177,25 @@ class Envelopes:
             return  # Its data is several lines, which do not stand so in a block.
         self._before, self._middle, self._behind = self._prefix + before, middle, behind + b"\n\n"
         self._between = self._behind + self._before
+        self._start, self._stop = len(self._before), -len(self._behind)
 
 
-def _texts_in(holes: list[bytes]) -> Piece | None:
+def _piece_of(texts: list[str] | None) -> Piece | None:
+    if texts is None:
+        return None
+    return Piece(text="".join(texts), parts=tuple(texts) if len(texts) > 1 else ())
+
+
+def _texts_in(holes: list[bytes]) -> list[str] | None:
     """None: one is not just a string."""
     if len(holes) == 1:
-        return Piece(text=_decode_text(holes[0]))
+        return [_decode_text(holes[0])]
     lines = b"\n".join(holes)
     texts = _decode_texts(lines)
     num = len(texts)
     if not texts or num != len(holes) or lines.count(b"\n") != num - 1:
         return None
-    return Piece(text="".join(texts), parts=tuple(texts))
+    return texts
 
 
 def _ids_in(holes: list[bytes], middle: bytes) -> Piece | None:

@@ -40,7 +40,7 @@ from penstock.backends.http.dialects.base import (
 )
 from penstock.backends.http.envelope import Envelopes
 from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure, HttpLimits
-from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch
+from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch, within
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
@@ -102,11 +102,9 @@ class HttpStream:
         may_move: bool,
         said_before: str = "",
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any. `said_before`: text that the prompt ends
-        with, and that the sink is to hear as if the answer began with it.
-
-        `trusts_prompt`: only the worker knows how many tokens the prompt has. `may_move`: if it is broken
-        off, another worker may continue it, if all of its tokens came as ids.
+        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows
+        how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
+        as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
         self._tokenizer, self._pieces, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
@@ -223,9 +221,13 @@ class HttpStream:
             self._exchange.touch(num_events)
         try:
             # Before a stop string one by one: tokens behind it do not count.
-            if self._stop is None and (piece := self._envelopes.only(block)) is not None:
-                self._take_alike(piece)
-                return
+            if self._stop is None:
+                if (texts := self._envelopes.texts(block)) is not None:
+                    self._take_texts(texts)
+                    return
+                if (piece := self._envelopes.ids(block)) is not None:
+                    self._take_alike(piece)
+                    return
             for found in self._envelopes.sort(block, joins=self._stop is None):
                 if self._done:
                     return
@@ -279,21 +281,28 @@ class HttpStream:
         self._envelopes.learn(event, piece)
 
     def _take_alike(self, piece: Piece) -> None:
-        """Nothing but text, or ids, of events like one that was looked at."""
-        if self._done or self._finish is not None:
-            return
-        if self._stop is not None or self._said_before or not self._has_output:
-            self._take(piece)
-        elif ids := piece.token_ids:
+        """Nothing but ids, or text, of events like one that was looked at."""
+        if not (ids := piece.token_ids):
+            self._take_texts(piece.parts or (piece.text,))
+        elif not self._done and self._finish is None:
             count = self._count + len(ids)
-            if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
-                self._take_ids(piece)
-            else:
+            is_plain = self._has_output and self._stop is None and not self._said_before
+            if is_plain and count <= self._request.sampling.max_tokens and self._stop_ids.isdisjoint(ids):
                 self._count = count
                 self._token_ids.extend(ids)
                 self._sink.on_delta(Delta(self._text_of(ids), ids))
-        elif text := piece.text:
-            ids = self._pieces.of_all(piece.parts) if piece.parts else self._pieces.of(text)
+            else:
+                self._take(piece)
+
+    def _take_texts(self, texts: Sequence[str]) -> None:
+        """The same, as the texts of one or several."""
+        if self._done or self._finish is not None:
+            return
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        if self._stop is not None or self._said_before or not self._has_output:
+            self._take(Piece(text=text, parts=tuple(texts)))
+        elif text:
+            ids = self._pieces.of(text) if len(texts) == 1 else self._pieces.of_all(texts)
             self._count += len(ids)
             self._sink.on_delta(Delta(text, ids))
             if self._count > self._text_tokens_max:
@@ -328,7 +337,12 @@ class HttpStream:
             self._conclude()
 
     def _take_ids(self, piece: Piece) -> None:
-        ids, ended = self._up_to_the_end(piece.token_ids)
+        sampling = self._request.sampling
+        ids, ended, stop_id = within(piece.token_ids, self._count, self._stop_ids, sampling)
+        if stop_id is not None and stop_id not in self._tokenizer.eos_ids:
+            self._stopped_by = stop_id  # The model's own is none of the request's.
+        elif ended is FinishReason.LENGTH:
+            self._owner.noted(Anomaly.OVERRUN, f"more tokens than the {sampling.max_tokens} asked for")
         self._has_ids = True
         logprobs = self._shown(piece.logprobs[: len(ids)]) or piece.text_logprobs[: len(ids)]
         if ids:
@@ -344,23 +358,6 @@ class HttpStream:
             skips = self._request.skip_special_tokens
             self._detokenizer = detokenizer(self._tokenizer, skip_special_tokens=skips)
         return self._detokenizer.push(ids)
-
-    def _up_to_the_end(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens that belong to the answer, and its end if these tokens are it."""
-        sampling = self._request.sampling
-        if not self._stop_ids.isdisjoint(ids):
-            for i, token_id in enumerate(ids):
-                if token_id in self._stop_ids and self._count + i >= sampling.min_tokens:
-                    if token_id not in self._tokenizer.eos_ids:  # The model's own is none of the request's.
-                        self._stopped_by = token_id
-                    return ids[:i], FinishReason.STOP
-        room = sampling.max_tokens - self._count
-        if len(ids) > room:
-            self._owner.noted(
-                Anomaly.OVERRUN, f"more tokens than the {sampling.max_tokens} that were asked for"
-            )
-            return ids[:room], FinishReason.LENGTH
-        return ids, None
 
     def _take_text(self, piece: Piece) -> None:
         """Text without ids: our tokenizer says about how much it is."""

@@ -6,7 +6,7 @@ backends/http/stream.py says which count is believed.
 from typing import NamedTuple
 
 from penstock.backends.http.dialects.base import ReportedUsage
-from penstock.types import Usage
+from penstock.types import FinishReason, SamplingParams, Usage
 
 NOT_REPORTED = ReportedUsage()
 SLACK_TOKENS = 64
@@ -27,6 +27,20 @@ class Counted(NamedTuple):
     trusts_prompt: bool
     """Only the worker knows how many tokens the prompt has."""
     max_tokens: int
+
+
+def within(
+    ids: tuple[int, ...], count: int, stop_ids: frozenset[int], sampling: SamplingParams
+) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """The tokens that belong to an answer that has `count` already, its end if these tokens are it, and the
+    stop token that ends it.
+    """
+    if not stop_ids.isdisjoint(ids):
+        for i, token_id in enumerate(ids):
+            if token_id in stop_ids and count + i >= sampling.min_tokens:
+                return ids[:i], FinishReason.STOP, token_id
+    left = sampling.max_tokens - count
+    return (ids[:left], FinishReason.LENGTH, None) if len(ids) > left else (ids, None, None)
 
 
 def mismatch(reported: ReportedUsage, ours: Counted, *, is_full: bool) -> str:

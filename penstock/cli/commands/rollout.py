@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+from pathlib import Path
 
+import msgspec
 from rich.text import Text
 
 from penstock.cli import console
@@ -10,26 +12,28 @@ from penstock.cli.commands.remote import add_admin_flags, connect_admin
 from penstock.cli.console import Column, Fitted, Row
 from penstock.cli.flags import Commands, Help
 from penstock.errors import ConfigError
-from penstock.fleet.rollouts import RolloutReport, RolloutReports
+from penstock.fleet.rollouts import RolloutReport, RolloutReports, replay
 from penstock.policy.rollout.evidence import Reading
 from penstock.policy.rollout.rollout import RolloutPlan, RolloutState
 from penstock.types import without_version
 
-VERBS = ("start", "status", "promote", "abort")
+VERBS = ("start", "status", "promote", "abort", "replay")
 DESCRIPTION = """\
 Try a new version of a model on a few conversations and compare it with the old one on as many others;
 continue with more while it is no worse, and take it back automatically when it surely is."""
 EPILOG = """\
 start takes the version that is tried (support@2), the others the name without one (support). docs/rollout.md
-says what is compared. Needs an admin key, as `penstock top` does.
-exit code: 0 done, 1 the server refuses, or there is none, 2 wrong usage
+says what is compared. Needs an admin key, as `penstock top` does; replay needs no server: it takes a file
+rollout-decisions.jsonl and makes each of its decisions again, by the evidence that each was made from.
+exit code: 0 done, 1 the server refuses, or there is none, or a decision comes out otherwise, 2 wrong usage
 
 examples:
   penstock rollout start support@2
   penstock rollout start support@2 --steps 5,50 --step-minutes 10 --promote
   penstock rollout start support@2 --shadow 20
   penstock rollout status
-  penstock rollout promote support"""
+  penstock rollout promote support
+  penstock rollout replay rollout-decisions.jsonl"""
 _DEFAULTS = RolloutPlan(model="", candidate="")
 
 
@@ -44,7 +48,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help=f"one of {', '.join(VERBS)}")
-    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="which model, or version")
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="which model, version, or file")
     steps = ",".join(f"{each:g}" for each in _DEFAULTS.steps)
     parser.add_argument(
         "--steps", default=steps, help="start: percent of conversations (default: %(default)s)"
@@ -79,6 +83,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock rollout`."""
+    if args.verb == "replay":
+        return _replay(Path(args.model))
     return asyncio.run(_run(args))
 
 
@@ -98,6 +104,28 @@ async def _run(args: argparse.Namespace) -> int:
         await fleet.close()
     show(found)
     return 0
+
+
+def _replay(path: Path) -> int:
+    """Make every decision of a file again.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    count, others, out = 0, 0, console.out()
+    try:
+        for made, again in replay(path):
+            count += 1
+            if again is not None:
+                others += 1
+                now = f"{again.state.value}, step {again.step + 1}: {again.why}"
+                said = f"on record {made.state.value}, step {made.step + 1}: {made.why}; again {now}"
+                out.print(f"{made.before.plan.candidate}: {said}", markup=False, soft_wrap=True)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"penstock rollout replay: {path}: {error}") from error
+    same = "all the same" if not others else f"{others} come out otherwise"
+    out.print(f"{count} decisions made again: {same}", markup=False)
+    return 1 if others else 0
 
 
 def _plan(args: argparse.Namespace) -> RolloutPlan:

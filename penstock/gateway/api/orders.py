@@ -143,7 +143,7 @@ class RolloutsAdmin:
 
         Raises:
             NotFound: there is no such rollout, or no such order.
-            InvalidRequest: it is promoted already.
+            InvalidRequest: it is promoted already, or has no worker that could answer.
         """
         model, _, verb = unquote(exchange.path.removeprefix(ROLLOUTS)).rstrip("/").rpartition("/")
         if verb == "score":
@@ -154,22 +154,38 @@ class RolloutsAdmin:
             await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, score=score))
             return
         if verb == "promote" or verb == "abort":
+            if verb == "promote":
+                await self._check_promotion(model)
             await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, by=caller.key_prefix))
             return
         raise NotFound("Rollouts know the orders 'promote', 'abort' and 'score'.", code="unknown_path")
 
+    async def _check_promotion(self, model: str) -> None:
+        """A version that failed to load would take everybody's requests, and answer none."""
+        for report in (await self._reports(RolloutOrder(model=model))).rollouts[:1]:
+            candidate = self._candidate(report)
+            if candidate is not None and report.trouble and not candidate.workers.is_expected:
+                raise InvalidRequest(
+                    f"{report.trouble}. Promote it when it has one, or abort the rollout.", param="model"
+                )
+
     async def _carry_out(self, exchange: Exchange, order: RolloutOrder) -> None:
+        exchange.respond(Response(body=msgspec.json.encode(await self._reports(order))))
+
+    async def _reports(self, order: RolloutOrder) -> RolloutReports:
         if self._leader is not None:
             reports = await self._leader.order(order)
         else:
             assert self._peers is not None, "one of the two decides"
             reports = _rollouts.decode(await self._peers.rollout(msgspec.json.encode(order)))
-        seen = RolloutReports([self._with_trouble(each) for each in reports.rollouts])
-        exchange.respond(Response(body=msgspec.json.encode(seen)))
+        return RolloutReports([self._with_trouble(each) for each in reports.rollouts])
+
+    def _candidate(self, report: RolloutReport) -> ServedModel | None:
+        return next((each for each in self._models if each.name == report.candidate), None)
 
     def _with_trouble(self, report: RolloutReport) -> RolloutReport:
         """Only gateways know whether a version can take requests."""
-        candidate = next((each for each in self._models if each.name == report.candidate), None)
+        candidate = self._candidate(report)
         is_live = report.state in (RolloutState.RUNNING, RolloutState.READY)
         if candidate is None or candidate.workers.is_ready or not is_live:
             return report

@@ -60,7 +60,7 @@ class GatewayRecords:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            cost_micros=self._prices.cost_micros(facts.route, usage),
+            cost_micros=self._prices.cost_micros(facts.route, usage) if self._prices.are_any else 0,
             worker=request.worker,
         )
 

@@ -43,7 +43,7 @@ DAY_S = 3600.0
 LOST_BELOW = 0.95
 """A minute is lost if fewer of its requests were answered as promised."""
 MAX = 14
-BEGINS, ENDS = 300.0, 720.0
+BEGINS, ENDS = 300.0, 570.0
 """Seconds: the spike."""
 TAKEN_AT_S = 300.0
 """When machines are taken away."""
@@ -256,7 +256,7 @@ def autoscale_steady(knobs: Knobs) -> Setup:
 
     Requests come by chance, so rates over seconds swing by a third.
     """
-    return scaled(knobs, Poisson(1.3 * knobs.load), 1800.0, _spec(), (4,))
+    return scaled(knobs, Poisson(1.3 * knobs.load), 1200.0, _spec(), (4,))
 
 
 def _check_drains(played: Played, _: Played | None) -> Sequence[Finding]:
@@ -308,7 +308,7 @@ def spot_all_revoked(knobs: Knobs) -> Setup:
     outage = Outage(pool="spot", at_s=TAKEN_AT_S, notice_s=30.0, lasts_s=3600.0)
     scale = ScaleConfig(max=10, min=2, pools=pools)
     spec = _spec(scale=scale, pools=("firm", "spot"), outages=(outage,))
-    return scaled(knobs, Poisson(0.9 * knobs.load), 900.0, spec, (2, 3), priority=0.3)
+    return scaled(knobs, Poisson(0.9 * knobs.load), 780.0, spec, (2, 3), priority=0.3)
 
 
 def _check_zone(played: Played, _: Played | None) -> Sequence[Finding]:
@@ -334,4 +334,4 @@ def zone_loss(knobs: Knobs) -> Setup:
     scale = ScaleConfig(max=12, min=3, pools=tuple(ScalePoolConfig(name=zone, max=6) for zone in zones))
     outage = Outage(pool="zone-a", at_s=TAKEN_AT_S, lasts_s=3600.0)
     spec = _spec(scale=scale, pools=zones, outages=(outage,))
-    return scaled(knobs, Poisson(1.2 * knobs.load), 900.0, spec, (2, 2, 2))
+    return scaled(knobs, Poisson(1.2 * knobs.load), 720.0, spec, (2, 2, 2))
