@@ -1,13 +1,15 @@
 """The worth of placing adapters on demand, in real processes: 200 adapters (Zipf) on four workers with room
 for 20 each.
 
-    python -m bench.engine.lora_zipf [--load-s 0.25] [--rate 12] [--seconds 60] [--rounds 1] [--json FILE]
+    python -m bench.engine.lora_zipf [--load-s 0.25] [--rate 24] [--seconds 60] [--rounds 1] [--json FILE]
 
 `penstock serve` with four engine processes of the small demo model, clients over HTTP, and the same requests
 for both policies: `placed`, as it is, and `loaded`, the least busy of the workers that have the adapter in
 memory, else of all (`RouteToLoaded` of `lora_placement.py`, which is the simulator's run of the same).
-Reading an adapter again takes `--load-s`; a wait is what a request waited for its adapter at its worker. The
-first half of a run, in which the places fill, does not count.
+A wait is what a request waited for its adapter at its worker. First the places fill, for `--warm-s` at
+`--warm-rate`, while loads take what they take: as many requests as the simulator's run has before it counts
+would take four minutes else. Then reading an adapter again takes `--load-s`, and after ten seconds of that
+waits count.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from free_port import free_port
 
 from bench.engine.lora_loading import make_adapter
 from bench.engine.lora_placement import ADAPTERS, POLICIES, SLOTS, WORKERS, RouteToLoaded
+from bench.engine.lora_zipf_worker import SLOW
 from bench.harness import REPOSITORY, command_line, write_result
 from penstock.models.registry import read_spec
 from penstock.rng import stream
@@ -33,6 +36,8 @@ from penstock.rng import stream
 MODEL = REPOSITORY / "models" / "penstock-demo-mini"
 DIRECTORIES, RANK = 4, 8
 START_S = 180.0
+SETTLING_S = 10.0
+"""Between the first slow load and the first request that counts."""
 
 
 def serve(policy: str, config: str) -> None:
@@ -90,25 +95,29 @@ async def first_token_s(port: int, adapter: int, number: int) -> float:
     return first_s or time.monotonic() - begun
 
 
-async def ask_all(port: int, args: argparse.Namespace, seed: int) -> tuple[float, list[float]]:
-    """When the second half began, and the seconds to the first token of its requests."""
+async def ask_all(port: int, args: argparse.Namespace, seed: int, slow: Path) -> tuple[float, list[float]]:
+    """When requests began to count, and the seconds to the first token of those that did."""
     random, weights = stream(seed, "lora zipf"), [1 / (i + 1) for i in range(ADAPTERS)]
-    half, ttfts = time.time() + args.seconds / 2, list[float]()
+    counted, ttfts = time.time() + args.warm_s + SETTLING_S, list[float]()
 
     async def one(adapter: int, number: int) -> None:
-        counts = time.time() >= half
+        counts = time.time() >= counted
         took_s = await first_token_s(port, adapter, number)
         if counts:
             ttfts.append(took_s)
 
     async with asyncio.TaskGroup() as group:
         begun, due, number = time.monotonic(), 0.0, 0
-        while (due := due + random.expovariate(args.rate)) < args.seconds:
+        while (
+            due := due + random.expovariate(args.rate if due > args.warm_s else args.warm_rate)
+        ) < args.warm_s + args.seconds:
             await asyncio.sleep(max(0.0, begun + due - time.monotonic()))
+            if due > args.warm_s:
+                slow.touch()
             [adapter] = random.choices(range(ADAPTERS), weights)
             group.create_task(one(adapter, number))
             number += 1
-    return half, ttfts
+    return counted, ttfts
 
 
 def wait_ready(log: Path, port: int, child: "subprocess.Popen[bytes]") -> None:
@@ -140,7 +149,7 @@ def run(policy: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
             )  # fmt: skip
         try:
             wait_ready(place / "log", port, child)
-            half, ttfts = asyncio.run(ask_all(port, args, seed))
+            counted, ttfts = asyncio.run(ask_all(port, args, seed, place / SLOW))
         except BaseException:
             print((place / "log").read_text()[-4000:], file=sys.stderr)
             raise
@@ -148,7 +157,7 @@ def run(policy: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
             child.terminate()
             child.wait(30)
         lines = [line.split() for file in place.glob("waits-*") for line in file.read_text().splitlines()]
-        waits = [int(wait) / 1e9 for when, wait in lines if float(when) >= half]
+        waits = [int(wait) / 1e9 for when, wait in lines if float(when) >= counted]
     return {
         "requests": len(waits),
         "wait_mean": round(statistics.mean(waits), 4),
@@ -162,8 +171,10 @@ def main() -> None:
         serve(*sys.argv[2:])
     parser = command_line(__doc__, rounds=1)
     parser.add_argument("--load-s", type=float, default=0.25, help="one load takes")
-    parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--warm-s", type=float, default=40.0)
+    parser.add_argument("--warm-rate", type=float, default=72.0)
     args = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     for seed in range(args.rounds):

@@ -18,7 +18,8 @@ from penstock.engine.runner import OnProgress
 from penstock.schedule.adapters import AdapterPool, Released
 
 CLOCK = SystemClock()
-LOAD_S, PLACE = float(os.environ["BENCH_LOAD_S"]), Path(os.environ["BENCH_PLACE"])
+SLOW = "slow"
+"""A file of this name: from now on loads take their time."""
 
 
 def _noted(
@@ -36,7 +37,9 @@ def _noted(
 
 def build_runner(model_path: str, config: EngineConfig, clock: Clock, on_progress: OnProgress) -> StepRunner:
     """As `penstock.protocol.address.REAL_RUNNER` names it, with an adapter reader that takes its time."""
-    waits = (PLACE / f"waits-{os.getpid()}").open("a", buffering=1)
+    load_s, place = float(os.environ["BENCH_LOAD_S"]), Path(os.environ["BENCH_PLACE"])
+    slow = place / SLOW
+    waits = (place / f"waits-{os.getpid()}").open("a", buffering=1)
     for name in ("submit", "finished", "take", "unload"):
         setattr(AdapterPool, name, _noted(getattr(AdapterPool, name), waits.write))
     runner = build_any_runner(model_path, config, clock, on_progress)
@@ -48,8 +51,8 @@ def build_runner(model_path: str, config: EngineConfig, clock: Clock, on_progres
     def slowly(directory: Path, digest: str = "") -> tuple[str, Packed]:
         begun = time.monotonic()
         found = read(directory, digest)
-        if digest:  # Not when it is read for the first time, to see whether it can be.
-            time.sleep(max(0.0, LOAD_S - (time.monotonic() - begun)))
+        if digest and slow.exists():  # Not when it is read for the first time, to see whether it can be.
+            time.sleep(max(0.0, load_s - (time.monotonic() - begun)))
         return found
 
     reader.read = slowly

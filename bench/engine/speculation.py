@@ -1,7 +1,7 @@
 """The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
     python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR|HEAD_DIR] [--batch 1 32]
-    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--json FILE]
+    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
@@ -11,10 +11,12 @@ would. The figure is the ratio on / off of each round: its median and its spread
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
 
+`--worth` is `engine.draft_worth`: with 0 rows have as many guesses as fit, so that a wrong law hides nothing.
 Of a draft model the time of its step over the target's is measured too, each in an engine of its own and with
 one request. A guess takes less than that: it is one pass, without an engine's scheduling and outputs.
 """
 
+import argparse
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,11 +48,12 @@ QUESTIONS = (
 )
 
 
-def build(path: Path, speculation: str, quantization: str) -> EngineCore:
+def build(path: Path, speculation: str, args: argparse.Namespace) -> EngineCore:
     """An engine with a runner of its own."""
     config = EngineSettings(
-        speculation=speculation, quantization=quantization, prefix_cache=False, kv_memory_bytes=256 << 20
-    )
+        speculation=speculation, quantization=args.quantization, draft_worth=args.worth, prefix_cache=False,
+        kv_memory_bytes=256 << 20,
+    )  # fmt: skip
     runner = build_runner(path, config, CLOCK, lambda _stage, _done, _total: None)
     runner.warm_up()
     return build_core(runner, config, b"bench" * 8, CLOCK)
@@ -207,14 +210,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--speculation", default="ngram")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--worth", type=float, default=EngineSettings().draft_worth)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--kinds", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
     args = parser.parse_args()
-    off, on = (build(args.model, name, args.quantization) for name in ("off", args.speculation))
+    off, on = (build(args.model, name, args) for name in ("off", args.speculation))
     prompts = Prompts(off, Tokenizer.load(args.model))
     share: float | None = None
     if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
-        draft = build(Path(args.speculation), "off", args.quantization)
+        draft = build(Path(args.speculation), "off", args)
         share = step_share(off, draft, prompts, args.rounds)
         print(f"a step of the draft model takes {share:.3f} of one of the target")
     print("batch prompts   off tok/s   on tok/s  on / off    min    max")
@@ -232,7 +236,8 @@ def main() -> None:
             row = {"batch": batch, "prompts": kind, "ratios": ratios, "median": median}
             rows.append(row | asdict(found))
     settings: dict[str, object] = {
-        "speculation": Path(args.speculation).name, "quantization": args.quantization, "step_share": share
+        "speculation": Path(args.speculation).name, "quantization": args.quantization, "worth": args.worth,
+        "step_share": share,
     }  # fmt: skip
     write_result(args.json, {"model": args.model.name, **settings, "rows": rows})
 

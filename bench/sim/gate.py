@@ -44,8 +44,9 @@ GATED = (
     "cell-lost", "region-lost",
 )  # fmt: skip
 HEAVY = (
-    "autoscale-spike", "autoscale-steady", "zone-loss", "external-crash", "spot-all-revoked", "downgrade",
-    "noisy-tenant", "spike-20x",
+    "autoscale-spike", "autoscale-steady", "external-crash", "spot-all-revoked", "spot-revocation",
+    "noisy-tenant", "downgrade", "zone-loss", "priority-overload", "worker-crash", "region-failover",
+    "spike-20x", "slow-worker", "rollout-bad",
 )  # fmt: skip
 """Those that take longest, longest first: begun last, one would keep a core busy while the other is idle.
 The gate has them on the first `HEAVY_SEEDS` of its seeds."""

@@ -138,14 +138,17 @@ def versions(place: Path) -> dict[str, Any]:
 
 def tried(server: Server, place: Path, version: int, expected: str) -> dict[str, Any]:
     """One rollout, from its order to its end."""
-    load = Load(server, place, callers=4, seconds=45)
-    order = ["start", f"river@{version}", "--steps", "25,50", "--requests", "40", "--warm-up", "5"]
+    load = Load(server, place, callers=4, seconds=75)
+    order = ["start", f"river@{version}", "--steps", "50", "--requests", "30", "--warm-up", "5"]
     command(server, "rollout", *order, "--step-minutes", "0.1", "--promote")
 
     def latest() -> dict[str, Any]:
         return admin(server, "/admin/rollouts?model=river")["rollouts"][0]
 
-    took_s = until(lambda: latest()["state"] != "running", "the rollout ends")
+    try:
+        took_s = until(lambda: latest()["state"] != "running", "the rollout ends")
+    except TimeoutError:
+        raise RuntimeError(latest()) from None
     found, figures = latest(), load.ended()
     if found["state"] != expected:
         raise RuntimeError(f"{found['state']}: {found['why']}")

@@ -7,12 +7,14 @@ Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from penstock import __version__
+from penstock.cli.early import noted_early
 from penstock.cli.flags import Help, Parser
 from penstock.errors import ConfigError, PenstockError
 
@@ -70,9 +72,10 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv[0] if argv else "").parse_args(argv)
     try:
-        return int(args.run(args))
+        with noted_early() if argv[:1] == ["serve"] else contextlib.nullcontext():
+            args = build_parser(argv[0] if argv else "").parse_args(argv)
+            return int(args.run(args))
     except ConfigError as error:
         return _complain(error, EXIT_USAGE)
     except PenstockError as error:

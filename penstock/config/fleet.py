@@ -145,6 +145,10 @@ class HealthConfig(Branch, frozen=True, kw_only=True):
     migrations_max: Count = 3
     """Workers that one stream may lose and still continue behind its last token; 0: a stream ends with its
     worker."""
+    first_token_s: Seconds = 10.0
+    """How long an attempt at an external worker has, and 2 ms more for each token of its prompt, while fewer
+    than 20 first tokens of it are known: then another worker or model answers, where one would. 0: until
+    `backends.first_byte_timeout_s`."""
     hedge_share: Annotated[float, Meta(ge=0, le=0.1)] = 0.0
     """Hedged requests (Dean and Barroso, "The Tail at Scale", CACM 2013): second attempts per start, at most,
     which is the load that they may add; 0: none, 0.02: two in a hundred. A request that has had no first

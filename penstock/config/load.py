@@ -132,7 +132,9 @@ class _Checker:
             return f"unknown key `{_join(path, key)}{tail}`; did you mean `{_join(path, near[0])}{tail}`?"
         # Sorted by depth backwards, so that of equal names the one nearest the root is left.
         paths = sorted(_paths(self._root, ""), key=lambda path: -path.count("."))
-        elsewhere = {path.rpartition(".")[2]: path for path in paths}
+        # An entry of a list is no place where a key of another section ends up by mistake.
+        top = path.partition("[")[0].partition(".")[0] if path.endswith("]") else ""
+        elsewhere = {each.rpartition(".")[2]: each for each in paths if each.startswith(top)}
         if near := difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.8):
             return f"unknown key `{_join(path, key)}`; did you mean `{elsewhere[near[0]]}`?"
         return f"unknown key `{_join(path, key)}`; known here: {', '.join(here)}"

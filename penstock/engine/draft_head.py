@@ -131,20 +131,21 @@ class _Layer:
 
     def store(self, states: Tensor, token_ids: Tensor, batch: AttentionBatch) -> None:
         """Compute the KV of pairs, row by row."""
-        self._stored(self._fc(torch.cat((self._table[token_ids], states), -1)), batch)
+        self._attention.begin_stores(batch)
+        self._stored(self._fc(torch.cat((self._table[token_ids], states), -1)))
 
-    def _stored(self, x: Tensor, batch: AttentionBatch) -> Tensor:
+    def _stored(self, x: Tensor) -> Tensor:
         """The pairs' queries."""
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
         queries = x.new_empty(len(x), self._num_heads, self._head_dim)
-        self._attention.begin(batch)
         self._attention.store(0, qkv, queries)
         return queries
 
     def forward(self, states: Tensor, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
         """Of one pair of each row: the states that follow, `[num_rows, hidden_size]`."""
         x = self._fc(torch.cat((self._table[token_ids], states), -1))
-        queries = self._stored(x, batch)
+        self._attention.begin(batch)
+        queries = self._stored(x)
         attended = torch.empty_like(queries)
         self._attention.attend(0, queries, attended)
         x = x + self._o(attended.flatten(1))
@@ -193,16 +194,21 @@ class DraftHead:
 
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
-        held = self._count[rows]
-        if (counts == 1).all() and (held < HELD).all() and (self._first[rows] + held == firsts).all():
-            self._held[as_tensor(rows), as_tensor(held)] = self.states[: len(rows)]
-            self._count[rows] += 1
-            return
         at, due = 0, list[_Pairs]()
-        for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-            due += self._take(row, first, self.states[at : at + count])
-            at += count
-        self._store(due, tables)
+        if (counts == 1).all():
+            held = self._count[rows]
+            is_next = (held < HELD) & (self._first[rows] + held == firsts)
+            for i in np.flatnonzero(~is_next).tolist():  # Few, or all rows would pay when one is full.
+                due += self._take(int(rows[i]), int(firsts[i]), self.states[i : i + 1])
+            now = np.flatnonzero(is_next)
+            self._held[as_tensor(rows[now]), as_tensor(held[now])] = self.states[as_tensor(now)]
+            self._count[rows[now]] += 1
+        else:
+            for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+                due += self._take(row, first, self.states[at : at + count])
+                at += count
+        if due:
+            self._store(due, tables)
 
     def _take(self, row: int, first: int, states: Tensor) -> list[_Pairs]:
         """Hold a row's states; the pairs of those for which there is no room."""
@@ -276,7 +282,7 @@ class DraftHead:
         self._spent = Drafting(
             num_passes=int(its_limit.max()), num_tokens=num_guesses + num_stored, num_sequences=num_guesses,
             kv_read=int((its_limit * its_known).sum()), chunk_pairs=0,
-            took_ns=self._clock.now_ns() - started_ns,
+            took_ns=self._clock.now_ns() - started_ns, reads=False,
         )  # fmt: skip
         return found
 

@@ -189,15 +189,26 @@ def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec
     )
     running = resolve_max_running(config.max_running, config.step_tokens)
     sizes = limits.step_tokens, limits.max_model_len, running, limits.max_samples
+    widened = computing.products.itemsize // dtype.itemsize - 1 if computing.native is None else 0
     return PlannedHead(
         spec=head,
         computing=computing,
         weights=weights,
         table=table,
         limits=limits,
-        num_bytes=weights.num_bytes_left + table_bytes + head_buffer_bytes(head, sizes, dtype.itemsize),
+        num_bytes=weights.num_bytes_left
+        + widened * _linear_numbers(head) * dtype.itemsize
+        + table_bytes
+        + head_buffer_bytes(head, sizes, dtype.itemsize),
         block_bytes=block_bytes_of(config, head, dtype.itemsize),
     )
+
+
+def _linear_numbers(head: DecoderSpec) -> int:
+    """Of the matrices of a head."""
+    hidden, inner = head.hidden_size, head.intermediate_size
+    attention = hidden * (2 * head.q_size + 2 * head.kv_size)
+    return 2 * hidden * hidden + attention + 3 * hidden * inner
 
 
 def _target_weights(target: Path, spec: DecoderSpec, dtype: torch.dtype) -> Weights:

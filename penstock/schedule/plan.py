@@ -142,6 +142,9 @@ class Drafting:
     kv_read: int
     chunk_pairs: int
     took_ns: int
+    reads: bool = True
+    """Whether what was said before is read only when a request is to have drafts, as a model does that is
+    asked for nothing else; a head on the target's states reads along."""
 
 
 class StepResult(msgspec.Struct, frozen=True):

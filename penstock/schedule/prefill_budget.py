@@ -119,12 +119,13 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = ("_last_ns", "drafting", "model", "overrun", "sums", "targets")
+    __slots__ = ("_last_ns", "drafter_reads", "drafting", "model", "overrun", "sums", "targets")
 
     def __init__(self, targets: LatencyTargets) -> None:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
         self.drafting = StepTimeModel()
         """Of the passes of a model that guesses; nothing is observed where there is none."""
+        self.drafter_reads = True
         self.sums = StepSums()
         """Of all steps, for who compares engines."""
         self._last_ns = 0
@@ -140,6 +141,7 @@ class PrefillBudget:
         self.sums.add(load, step_ns)
         if drafting is not None:
             step_ns -= drafting.took_ns
+            self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:

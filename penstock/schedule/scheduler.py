@@ -77,7 +77,9 @@ class Scheduler:
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
         if draft_worth is not None:
-            self._planner.speculation = Speculation(self._prefill, draft_worth)
+            self._planner.speculation = Speculation(
+                self._prefill, draft_worth, self._planner.reserve.estimate
+            )
         self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0

@@ -12,9 +12,14 @@ row.
 
 Where a model guesses, its passes take time too: by a law of its own, fitted to what its passes took. It has
 read nothing of a request before that has its first drafts, and lacks what was said since the last: that work
-is spread over the steps that are likely to profit. How often it is right is much the same for all requests:
-a new one is taken for what others were of late. Where no request has drafts, that is forgotten step by step,
-and they are tried again where they may pay.
+is spread over the drafts that are likely to be right until the answer ends, which is expected by how long
+others were of late. How often it is right is much the same for all requests: a new one is taken for what
+others were of late. Where no request has drafts, that is forgotten step by step, and they are tried again
+where they may pay.
+
+Answers end sooner than expected, too, so reading is paid on account: it costs what the law says, right drafts
+bring what they saved, and while more was spent than gained nothing further is read, but for a hundredth of
+the time. So the loss is bounded where reading does not pay, whatever the lengths of answers.
 
 The guesses, and the proposer, are not known here. Nothing here decides what is generated: a draft is kept
 only if it is the token that is drawn (`engine/speculation.py`).
@@ -25,7 +30,9 @@ from operator import itemgetter
 from typing import Protocol
 
 from penstock.schedule.request import Request
-from penstock.schedule.step_time import StepCost, StepLoad, StepTimeModel, chunk_pairs
+from penstock.schedule.shares import OutputEstimate
+from penstock.schedule.step_time import StepLoad, StepTimeModel, chunk_pairs
+from penstock.types import BLOCK_TOKENS
 
 ROW_DRAFTS_MAX = 16
 """Drafts of one row in one step."""
@@ -36,13 +43,19 @@ EXPECTED, EXPECTED_WEIGHT = 0.5, 2.0
 """The share of guesses that are right, and as so many drafts it counts, before a request has had any."""
 _MEMORY = 0.9
 """The part of a request's record that remains per step with drafts: text changes."""
-PROFITING_STEPS = 64
-"""Steps over which the work is spread of reading what was said before a request's drafts."""
+PROFITING_TOKENS = 128
+"""Tokens of an answer over which the work is spread of reading what was said before, at most: a batch that
+fills leaves a request without drafts long before a long answer ends."""
+READING_SHARE = 0.01
+"""The share of all time that is lent for reading."""
+ACCOUNT_STEPS_MAX = 16
+"""Gains count for no more than so many steps' time: another load may come."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
 KNOWN_STEPS = 8
-"""Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
+"""Before the laws have seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that: a
+model's first passes take longer than any later."""
 CAUTIOUS = 3
 PROBE_STEPS = 64
 """A row without drafts for so many steps, times the rows of the batch, has one, to see how its text
@@ -59,21 +72,32 @@ class Laws(Protocol):
     model: StepTimeModel
     drafting: StepTimeModel
     """Of the passes of a model that guesses."""
+    drafter_reads: bool
+    """Whether it reads what was said before only when a request is to have drafts."""
 
 
 class Speculation:
     """One engine's."""
 
-    __slots__ = ("_drafting", "_hits", "_model", "_tries", "_worth")
+    __slots__ = (
+        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_saved_ns",
+        "_tries", "_worth",
+    )  # fmt: skip
 
-    def __init__(self, laws: Laws, worth: float) -> None:
-        """`worth`: a draft must give so many times the tokens that its time is worth; 0: all are taken."""
-        self._model, self._drafting, self._worth = laws.model, laws.drafting, worth
+    def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
+        """`worth`: a draft must give so many times the tokens that its time is worth; 0: all are taken.
+        `estimate`: how long answers get.
+        """
+        self._laws, self._model, self._drafting, self._worth = laws, laws.model, laws.drafting, worth
+        self._estimate = estimate
         self._hits = self._tries = 0.0  # As of one request, but of all.
+        self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
+        self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
+        self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
         self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
 
@@ -83,20 +107,24 @@ class Speculation:
         """
         room = min(room, STEP_DRAFTS_MAX)
         prior, weight = self._prior()
+        num_passes = self._drafting.num_observed
+        is_known = self._model.num_observed >= KNOWN_STEPS and not 0 < num_passes < KNOWN_STEPS
+        if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
+            return []
         asked = [
             (_hit_rate(request, prior, weight), index, request)
             for index, request in enumerate(rows)
             if _may(request)
         ]
-        if self._model.num_observed < KNOWN_STEPS and self._worth:
+        if self._worth and not is_known:
             few = asked if len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
+        if self._drafting.num_observed:
+            return self._choose_passes(asked, load, room) if asked else []
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
         step_ns, tokens = self._model.predict_ns(load), float(len(rows))
-        if self._drafting.num_observed:
-            return self._choose_passes(asked, load, room)
         chosen: list[tuple[int, int]] = []
         for rate, index, request in asked:
             count, gain, limit = 0, rate, min(_limit(request), room)
@@ -112,30 +140,70 @@ class Speculation:
                 room -= count
         return chosen
 
+    def _may_pay(self, rows: Sequence[Request], load: StepLoad, prior: float, weight: float) -> bool:
+        """Whether a first draft pays for the row that is right most often, if that has nothing to be read
+        and all others share its pass. Asked in every step: a full batch pays for no more than this.
+        """
+        cost, guesser = self._model.cost, self._drafting.cost
+        least_ns = guesser.fixed_ns / len(rows) if rows else 0.0
+        least_ns += cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
+        best = max([_hit_rate(request, prior, weight) for request in rows], default=0.0)
+        return best * self._model.predict_ns(load) >= self._worth * least_ns * load.num_sequences
+
     def _choose_passes(self, asked: _Asked, load: StepLoad, room: int) -> list[tuple[int, int]]:
         """`choose` where a model guesses: pass by pass, whose fixed time is shared by rows with one more."""
         cost, guesser = self._model.cost, self._drafting.cost
         step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
-        token_ns = cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
+        row_ns = cost.token_ns + cost.sequence_ns
+        token_ns = row_ns + guesser.token_ns + guesser.sequence_ns
         context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
+        lent_ns = self._account_ns + READING_SHARE * step_ns
+        self._account_ns = account_ns = min(lent_ns, ACCOUNT_STEPS_MAX * step_ns)
+        reading, begun_ns = self._reading_ns(asked), step_ns
         counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
         for num_before in range(ROW_DRAFTS_MAX):
             added_ns, gained, picked = guesser.fixed_ns, 0.0, list[int]()
             for place, (_, _, request) in enumerate(asked):
                 if counts[place] < num_before or _limit(request) <= num_before or len(picked) == room:
                     continue
+                whole_ns, each_read_ns = reading[place]
+                if not num_before and whole_ns and self._account_ns < 0 < self._worth:
+                    continue
                 each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
-                each_ns += 0.0 if num_before else _reading_ns(guesser, request)
+                each_ns += each_read_ns * gains[place]
                 if gains[place] * step_ns >= self._worth * each_ns * tokens:
                     picked.append(place)
                     added_ns, gained = added_ns + each_ns, gained + gains[place]
-            if not picked or gained * step_ns < self._worth * added_ns * tokens:
+                    account_ns -= 0.0 if num_before else whole_ns
+            value_ns = _value_ns(step_ns / tokens, row_ns, len(picked) / load.num_sequences)
+            if not picked or gained * value_ns < self._worth * added_ns:
                 break
+            self._saved_ns = self._saved_ns if num_before else value_ns
             for place in picked:
                 counts[place] += 1
+                begun_ns += reading[place][1] * gains[place]  # Counted as a whole.
                 gains[place] *= asked[place][0]
             step_ns, tokens, room = step_ns + added_ns, tokens + gained, room - len(picked)
-        return [(asked[place][1], count) for place, count in enumerate(counts) if count]
+        found = [(asked[place][1], count) for place, count in enumerate(counts) if count]
+        if found:
+            self._account_ns = account_ns
+            self._draft_ns = (step_ns - begun_ns) / sum(counts)
+        return found
+
+    def _reading_ns(self, asked: _Asked) -> list[tuple[float, float]]:
+        """A model's time for what it has not read of each request: the whole, and for each token that was a
+        draft, which is the share of right guesses of the tokens that are left.
+        """
+        if not self._laws.drafter_reads:
+            return [(0.0, 0.0)] * len(asked)
+        guesser, found = self._drafting.cost, list[tuple[float, float]]()
+        left = self._estimate.remaining_of([request for _, _, request in asked])
+        for (rate, _, request), num_left in zip(asked, left, strict=True):
+            count = max(request.num_planned - request.draft_known, 0)
+            whole_ns = guesser.token_ns * count + guesser.pair_ns * chunk_pairs(0, count)
+            each_ns = whole_ns / max(min(num_left, PROFITING_TOKENS) * rate, 1.0)
+            found.append((whole_ns if count > BLOCK_TOKENS else 0.0, each_ns))
+        return found
 
     def _prior(self) -> tuple[float, float]:
         """The expected share of a new request's guesses that is right, and as how many drafts that counts."""
@@ -146,10 +214,12 @@ class Speculation:
         return hits / (self._tries + EXPECTED_WEIGHT), _PRIOR_WEIGHT
 
 
-def _reading_ns(guesser: StepCost, request: Request) -> float:
-    """A model's time for what it has not read of the request, spread over the steps that profit."""
-    count = max(request.num_planned - request.draft_known, 0)
-    return (guesser.token_ns * count + guesser.pair_ns * chunk_pairs(0, count)) / PROFITING_STEPS
+def _value_ns(mean_ns: float, row_ns: float, share: float) -> float:
+    """The time that a right draft saves where the share `share` of the rows that run has any, of `mean_ns`,
+    the step's for each of its tokens. It saves its row a token of a later step. The step as a whole is saved
+    only if the others have no need of it either: of a batch in which few rows run ahead nothing ends sooner.
+    """
+    return min(row_ns, mean_ns) + max(mean_ns - row_ns, 0.0) * share
 
 
 def learn(request: Request, num_drafted: int, num_right: int) -> None:

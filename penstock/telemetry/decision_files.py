@@ -38,6 +38,8 @@ KEPT_S = 3900.0
 FILE_S = 300.0
 """A file takes entries for so long."""
 FLUSH_S = 0.5
+LOOKS = 5
+"""At what another process may have yet to write, before nothing is known."""
 PENDING_MAX = 20_000
 """Entries that wait to be written; of more the oldest are lost."""
 FAILURES_MAX = 100
@@ -175,8 +177,9 @@ class DecisionFiles:
 class DecisionKeeper:
     """Writes what one gateway process decides, and finds what any of them has."""
 
-    def __init__(self, files: DecisionFiles, log: Log) -> None:
-        self._files, self._log = files, log
+    def __init__(self, files: DecisionFiles, log: Log, *, has_peers: bool = True) -> None:
+        """`has_peers`: other processes write to the same directory."""
+        self._files, self._log, self._has_peers = files, log, has_peers
         self._pending: deque[Decision | DecisionEntry] = deque(maxlen=PENDING_MAX)
         """Decisions; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
@@ -211,11 +214,15 @@ class DecisionKeeper:
             await asyncio.to_thread(self._files.close)
 
     async def find(self, *names: RequestId) -> list[DecisionEntry]:
-        """The decisions about a request, in whichever process; another one may have yet to write it."""
+        """The decisions about a request, in whichever process; another one may have yet to write it, which
+        takes it twice `FLUSH_S` at most.
+        """
         await asyncio.to_thread(self._write)
         found = await asyncio.to_thread(self._files.find, *names)
-        if not found:
-            await sleep(2 * FLUSH_S)
+        for _ in range(LOOKS if self._has_peers else 0):
+            if found:
+                break
+            await sleep(2 * FLUSH_S / LOOKS)
             found = await asyncio.to_thread(self._files.find, *names)
         return found
 

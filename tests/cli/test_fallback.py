@@ -20,8 +20,21 @@ pytestmark = pytest.mark.timeout(240)
 
 T = TypeVar("T")
 
-MODELS = ("many", "failing", "busy", "refusing", "locked-401", "locked-403", "hanging", "slow", "breaking")
+MODELS = (
+    "many",
+    "failing",
+    "busy",
+    "refusing",
+    "locked-401",
+    "locked-403",
+    "hanging",
+    "mute",
+    "slow",
+    "breaking",
+)
 """A provider's model for each question: what one test did to its own is nothing to the next."""
+
+FIRST_TOKEN_S = 3
 
 
 class Fleet:
@@ -35,6 +48,7 @@ class Fleet:
             f"server: {{port: 0, trust_local: true, processes: {PROCESSES}, lameduck_s: 0}}",
             f"auth: {{keys: [{', '.join(TENANTS)}]}}",
             "admission: {ttft_target_ms: 20000}",
+            f"health: {{first_token_s: {FIRST_TOKEN_S}}}",
             f"ledger: {{directory: {place / 'ledger'}}}",
             "models:",
             *(_model(name, provider) for name, provider in self.providers.items()),
@@ -224,6 +238,25 @@ def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(fleet: 
     fleet.server.until(lambda: counted in fleet.doors[0].get("/metrics").body.decode(), counted)
     found = route.both(route.health)
     assert {each["status"] for each in found} == {"ok"}, "nothing is known of it: clients' haste is no fault"
+
+
+def test_a_provider_that_hangs_from_its_first_request_on_is_no_dead_end(fleet: Fleet) -> None:
+    route = Route(fleet, "mute")
+    route.provider.behaves(delay_s=60)
+    doors = [Door(door.port, door.process) for door in fleet.doors for _ in range(5)]
+    for number, door in enumerate(doors):
+        door.num_asked = number
+        door.get("/health")
+    with ThreadPoolExecutor(len(doors)) as pool:
+        found = list(pool.map(lambda door: door.ask("mute"), doors))
+    for door in doors:
+        door.close()
+    assert {(reported.status, reported.model, reported.why) for reported in found} == {
+        (200, "mini", "timeout")
+    }
+    assert min(reported.took_s for reported in found) >= FIRST_TOKEN_S
+    for (reported,) in route.asked(1):
+        assert (reported.status, reported.why) == (200, "breaker"), "five in a row: it is left alone"
 
 
 def test_a_provider_that_turns_slow_is_held_against_its_own_history(fleet: Fleet) -> None:

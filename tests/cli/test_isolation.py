@@ -1,16 +1,23 @@
-"""Two tenants on real processes: one has every row, the other comes, and waits for none of its streams. Our
-engine takes a row back; of an engine of others, rows are kept free.
+"""Tenants on real processes: one has every row, or does not read what it asked for, or there are more of them
+than rows; another one comes, and waits for none of their streams. Our engine takes a row back; of an engine
+of others, rows are kept free.
 """
 
 import asyncio
 import json
+import socket
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 from provider_process import ProviderProcess
 from served import Server
 
+pytestmark = pytest.mark.timeout(180)
+
 BIG, SMALL = "sk-big-tenant-0000000001", "sk-small-tenant-00000002"
+CROWD = [f"sk-one-of-a-crowd-{number:07}" for number in range(24)]
+DEAF, LONG = 24, 2000
 
 
 def ours(rows: int) -> dict[str, object]:
@@ -29,14 +36,14 @@ def config(worker: dict[str, object]) -> str:
     return json.dumps(
         {
             "models": [{"path": "penstock-demo-mini", "name": "tiny", **worker}],
-            "auth": {"keys": [BIG, SMALL]},
+            "auth": {"keys": [BIG, SMALL, *CROWD]},
             "admission": {"ttft_target_ms": 0, "tpot_target_ms": 0},
         }
     )
 
 
-async def answer(port: int, key: str, number: int, max_tokens: int, reads: bool = True) -> str:
-    """The text of one streamed answer; empty if nobody reads it."""
+async def answer(port: int, key: str, number: int, max_tokens: int, deaf: asyncio.Event | None = None) -> str:
+    """The text of one streamed answer; with `deaf`, which is set then, nobody reads beyond its begin."""
     body = json.dumps(
         {
             "model": "tiny", "prompt": f"Story number {number}:", "max_tokens": max_tokens, "stream": True,
@@ -45,13 +52,17 @@ async def answer(port: int, key: str, number: int, max_tokens: int, reads: bool 
     )  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
     head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    connection = socket.create_connection(("127.0.0.1", port))
+    if deaf is not None:  # Else the kernel would take all of it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
     try:
         writer.write((head + body).encode())
-        if not reads:
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await asyncio.sleep(3600)
-        data = await reader.read()
+        data = await reader.readuntil(b"data: ")
+        if deaf is not None:
+            deaf.set()
+            await asyncio.Event().wait()
+        data += await reader.read()
     finally:
         writer.close()
     assert b" 200 " in data.split(b"\r\n", 1)[0], data[:500]
@@ -71,23 +82,50 @@ async def beside_a_flood(port: int, streams: int, tokens: int) -> None:
     assert texts[:2] == alone, "what yields its row continues with the same tokens"
 
 
-def beside_a_flood_of(place: Path, worker: dict[str, object], rows: int, processes: int, tokens: int) -> None:
+async def beside(port: int, tasks: list[asyncio.Task[str]]) -> None:
+    """Long streams of others run, and a tenant asks."""
+    try:
+        for number in range(4):
+            await answer(port, SMALL, number, 4)
+            assert not any(task.done() for task in tasks), "it waited for a whole stream"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def beside_everything(port: int, streams: int, tokens: int) -> None:
+    await beside_a_flood(port, streams, tokens)
+    begun = [asyncio.Event() for _ in range(DEAF)]
+    tasks = [asyncio.create_task(answer(port, BIG, i, LONG, each)) for i, each in enumerate(begun)]
+    await asyncio.gather(*(each.wait() for each in begun))
+    await beside(port, tasks)
+    if streams < len(CROWD):
+        tasks = [asyncio.create_task(answer(port, key, i, LONG)) for i, key in enumerate(CROWD)]
+        await asyncio.sleep(0.3)
+        await beside(port, tasks)
+
+
+Attack = Callable[[int], Coroutine[None, None, None]]
+
+
+def attacked(place: Path, worker: dict[str, object], processes: int, attack: Attack) -> None:
     file = place / "config.json.yaml"
     file.write_text(config(worker))
     server = Server(place, "-c", str(file), "--port", "0", "--processes", str(processes))
     try:
         server.wait_ready()
         port = int(server.url.split(":")[2].split("/")[0])
-        asyncio.run(beside_a_flood(port, rows, tokens))
+        asyncio.run(attack(port))
     finally:
         server.close()
 
 
-@pytest.mark.parametrize(("rows", "processes", "tokens"), [(16, 2, 600), (0, 1, 250)])
+@pytest.mark.parametrize(("rows", "processes", "tokens"), [(16, 2, 400), (0, 1, 250)])
 def test_a_tenant_that_arrives_waits_for_no_stream_of_another(
     tmp_path: Path, rows: int, processes: int, tokens: int
 ) -> None:
-    beside_a_flood_of(tmp_path, ours(rows), rows or 64, processes, tokens)
+    attacked(tmp_path, ours(rows), processes, lambda port: beside_everything(port, rows or 64, tokens))
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("openai", 1), ("vllm", 2)])
@@ -96,4 +134,4 @@ def test_nor_does_it_at_an_engine_of_others_which_takes_no_row_back(
 ) -> None:
     with ProviderProcess(engine, rows=16) as provider:
         provider.behaves(step_s=0.004)
-        beside_a_flood_of(tmp_path, of_others(provider, 16), 16, processes, tokens=250)
+        attacked(tmp_path, of_others(provider, 16), processes, lambda port: beside_a_flood(port, 16, 250))

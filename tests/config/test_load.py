@@ -51,6 +51,11 @@ auth:
     assert config.auth.keys == ("abc", "def")
 
 
+def test_an_entry_of_a_list_is_not_taken_for_another_sections() -> None:
+    found = problem("prices: {models: [{name: m}]}")
+    assert found.startswith("f.yaml: unknown key `prices.models[0].name`; known here: input,"), found
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

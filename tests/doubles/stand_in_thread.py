@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine_stand_ins import StandIn, VllmStandIn
+from paced_runner import RUNNER
 from raw_worker import REAL, RawWorker, raw_worker
 from served import COMMAND, Server
 from tenant_keys import add
@@ -40,14 +41,14 @@ def stand_in_engine(step_s: float = 0.0) -> Iterator[StandIn]:
 
 
 @contextlib.contextmanager
-def shared_engine(rows: int = 0) -> Iterator[RawWorker]:
+def shared_engine(rows: int = 0, *, pace: str = "") -> Iterator[RawWorker]:
     """A worker of ours that is ready, at an address, for several servers: our engine with a demo model, in a
-    process of its own. `rows`: so many answers at once; 0: its default.
+    process of its own. `rows`: so many answers at once; 0: its default. `pace`: a `Pace`'s directory.
     """
     bounds = {"max_running": rows} if rows else {}
     with raw_worker(
-        model_path=str(resolve("penstock-demo-mini")), model_name=MODEL, runner=REAL,
-        threads=1, kv_memory_bytes=1 << 26, **bounds,
+        model_path=str(resolve("penstock-demo-mini")), model_name=MODEL, runner=RUNNER if pace else REAL,
+        gate=pace, threads=1, kv_memory_bytes=1 << 26, **bounds,
     ) as worker:  # fmt: skip
         looks = worker.connect()
         looks.until_kind(Ready)

@@ -1,6 +1,7 @@
 """Checkpoints: those that load, and those that are refused with a message that says what to mend."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,22 @@ def test_a_truncated_file(directory: Path, keep: int) -> None:
 
 def test_a_file_of_something_else(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3)
+    assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        struct.pack("<Q", 1 << 60),
+        struct.pack("<Q", 1 << 30) + b"{",
+        struct.pack("<Q", 200_000) + b"[" * 200_000,
+        struct.pack("<Q", 62) + b'{"x":{"dtype":"F32","shape":[9,9],"data_offsets":[0,324]}}    ',
+        struct.pack("<Q", 70) + b'{"x":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}',
+    ],
+    ids=["bomb", "short", "deep", "beyond", "overflow"],
+)
+def test_a_header_that_lies(directory: Path, raw: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(raw)
     assert "model.safetensors: not a whole safetensors file" in refusal(directory)
 
 

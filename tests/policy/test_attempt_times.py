@@ -107,7 +107,50 @@ def test_what_is_usual_there_bounds_an_attempt() -> None:
     control = made()
     now = answered(control, SAMPLES_MIN - 1, 700 * MS)
     arrive(control, now, "late")
-    assert control.next_ns(now) is None, "too little is known"
+    assert control.next_ns(now) == now + 10_040 * MS, "too little is known"
+
+
+def test_a_worker_that_never_gives_anything_is_left_after_what_any_engine_takes() -> None:
+    health = FleetHealth(HealthConfig(first_token_s=5), lambda: 0.0)
+    control = made(health=health)
+    for i in range(5):
+        arrive(control, i, f"r{i}")
+        assert health.trouble(i, "large") is None
+    now, fallen = 11 * S, 0
+    while control.next_ns(now) == now:
+        for each in control.dispatch(now):
+            if isinstance(each, GiveUp):
+                assert isinstance(control.failed(now, each.id, each.error, retry=True), Requeued)
+            elif isinstance(each, FallBack):
+                assert (each.route, each.why) == ("small", "timeout")
+                control.move(now, facts_of(each.id, "small"))
+                fallen += 1
+    assert fallen == 5
+    assert health.trouble(now, "large").why == "breaker", "five that failed in a row"
+
+
+def test_nothing_is_known_of_a_worker_whose_client_was_in_a_hurry() -> None:
+    health = FleetHealth(HealthConfig(), lambda: 0.0)
+    health.worker("large", W, ready=True, is_external=True)
+    for _ in range(9):
+        health.ended(0, "large", W, AttemptTimeout("half a second", waited_ns=S // 2))
+    assert health.trouble(0, "large") is None
+
+
+def test_what_any_engine_takes_grows_with_the_prompt_and_while_nothing_comes() -> None:
+    firsts = FirstTokens(10 * S)
+    assert firsts.bound_ns("m", W, 0) == 10 * S
+    assert firsts.bound_ns("m", W, 10_000) == 30 * S
+    seen = []
+    for _ in range(25):
+        seen.append(firsts.bound_ns("m", W, 0) // S)
+        firsts.gave_up("m", W, 0, firsts.bound_ns("m", W, 0))
+    assert seen == [10] * 5 + [20] * 5 + [40] * 5 + [80] * 10
+    firsts.gave_up("m", V, 0, S)  # Its client had no more time.
+    assert firsts.bound_ns("m", V, 0) == 10 * S
+    firsts.took("m", W, 0, 30 * S)
+    assert firsts.bound_ns("m", W, 0) == 120 * S, "one that takes so long is known for it"
+    assert FirstTokens(0).bound_ns("m", W, 0) == 0, "turned off"
 
 
 def test_a_worker_that_is_slow_for_good_is_taken_for_it_in_time() -> None:

@@ -84,6 +84,16 @@ def test_an_attempt_that_was_given_up_failed_if_it_was_slow_for_this_worker() ->
     assert now < 3600 * S
 
 
+def test_an_attempt_that_was_given_up_failed_if_nothing_ever_came_in_a_long_time() -> None:
+    made = breaker()
+    for _ in range(20):
+        made.gave_up(S, 9 * S, 10 * S)
+    assert not made.blocks(S)
+    for _ in range(5):
+        made.gave_up(S, 10 * S, 10 * S)
+    assert made.blocks(S)
+
+
 def test_an_attempt_that_began_before_the_probe_is_no_verdict_on_it() -> None:
     made = breaker()
     for i in range(16):

@@ -1,5 +1,6 @@
 """How many drafts a row gets: as many as pay by the fitted law, and never more than fit."""
 
+from array import array
 from random import Random
 
 import pytest
@@ -8,8 +9,10 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
+from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.speculation import (
     CAUTIOUS,
+    KNOWN_STEPS,
     PROBE_STEPS,
     ROW_DRAFTS_MAX,
     STEP_DRAFTS_MAX,
@@ -46,7 +49,7 @@ def chosen(model: StepTimeModel, rows: list[Request], room: int = 500) -> dict[i
     load = StepLoad(len(rows), len(rows), 50 * len(rows))
     laws = PrefillBudget(LatencyTargets())
     laws.model = model
-    return dict(Speculation(laws, EngineSettings().draft_worth).choose(rows, load, room))
+    return dict(Speculation(laws, EngineSettings().draft_worth, OutputEstimate()).choose(rows, load, room))
 
 
 def test_a_lone_row_has_more_drafts_the_more_often_they_are_right() -> None:
@@ -104,7 +107,7 @@ def guesser(pass_ns: int, token_ns: int, *, right: bool) -> Speculation:
     for tokens, passes in ((1, 1), (40, 1), (4, 4), (64, 2)) * 4:
         load = StepLoad(tokens, passes, 50 * tokens, 0, passes)
         laws.drafting.observe(load, passes * pass_ns + tokens * token_ns)
-    made = Speculation(laws, EngineSettings().draft_worth)
+    made = Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
     for _ in range(20):
         made.learn(row(0, 0), 4, 4 * right)
     return made
@@ -123,7 +126,10 @@ def test_a_models_passes_have_their_price() -> None:
         for pass_ns in (500_000, 4_000_000, 20_000_000)
     )
     assert cheap > half > dear == 0
-    assert sum(counts_of(guesser(4_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)])) > 2 * half
+    four = [row(0, 0) for _ in range(4)]
+    for each in four:
+        each.draft_known = each.num_planned
+    assert sum(counts_of(guesser(4_000_000, 1_000, right=True), four)) > 2 * half
 
 
 def test_what_a_model_has_not_read_of_a_request_counts() -> None:
@@ -211,3 +217,65 @@ def test_drafts_and_their_time_are_charged_to_who_has_them() -> None:
             assert shares[more] > shares[1 - more]
         engine.flights.clear()
         engine.scheduler.apply(result)
+
+
+def test_nothing_is_read_for_an_answer_that_soon_ends() -> None:
+    """The work of reading is repaid by the tokens that are left, as far as others' lengths tell them; a head
+    on the target's states reads along and has none.
+    """
+    pass_ns, token_ns, said = 500_000, 1_000_000, 600
+    long, short, head = (guesser(pass_ns, token_ns, right=True) for _ in range(3))
+    for speculation, length in ((long, 400), (short, 8), (head, 8)):
+        for _ in range(100):
+            ended = row(0, 0)
+            ended.num_prompt, ended.tokens = 50, array("i", [1] * (50 + length))
+            speculation._estimate.learn(ended)
+    head._laws.drafter_reads = False  # As `PrefillBudget` learns it.
+    counts: list[int] = []
+    for speculation in (long, short, head):
+        asked = row(0, 0, left=1000)
+        asked.num_prompt, asked.num_planned, asked.tokens = said, said, array("i", [1] * (said + 1))
+        asked.num_tokens_max = said + 1000
+        counts += counts_of(speculation, [asked])
+    assert counts[0] > counts[1] == 0 < counts[2]
+
+
+def test_reading_that_drafts_do_not_repay_ends() -> None:
+    """Whatever answers are expected to be: once more was read than right drafts gained, a hundredth of the
+    time is left for it.
+    """
+    speculation, read, steps = guesser(500_000, 100_000, right=True), 0, 400
+    for _ in range(steps):
+        asked = row(0, 0)
+        asked.num_planned = 300
+        read += bool(counts_of(speculation, [asked])[0])  # And then it ends: no draft was right.
+    spent_ns, all_ns = read * 300 * 100_000, steps * 10_300_000
+    assert 0 < spent_ns < 0.03 * all_ns
+    gaining, read = guesser(500_000, 100_000, right=True), 0
+    for _ in range(steps):
+        asked = row(0, 0)
+        asked.num_planned = 300
+        read += bool(counts_of(gaining, [asked])[0])
+        for _ in range(4):
+            gaining.learn(asked, 8, 8)
+    assert read > 0.9 * steps
+
+
+def test_the_first_passes_of_a_model_do_not_decide() -> None:
+    """They take longer than any later: few rows have drafts until the law has seen some."""
+    speculation = guesser(500_000, 1_000, right=True)
+    slow = speculation._drafting = StepTimeModel()
+    slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
+    assert counts_of(speculation, [row(0, 0)]) == [CAUTIOUS]
+    assert counts_of(speculation, [row(0, 0) for _ in range(32)]) == [0] * 32
+    for _ in range(KNOWN_STEPS):
+        slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
+    assert counts_of(speculation, [row(0, 0)]) == [0]
+
+
+def test_few_rows_that_run_ahead_bring_a_batch_no_nearer_to_its_end() -> None:
+    """One of many saves its own token's time by a draft; a lone row saves the step's."""
+    speculation = guesser(100_000, 1_000, right=True)
+    assert counts_of(speculation, [row(30, 0)])[0] > 4
+    others = [row(0, 40) for _ in range(31)]
+    assert counts_of(speculation, [row(30, 0), *others]) == [0] * 32

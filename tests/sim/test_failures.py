@@ -105,6 +105,19 @@ def test_a_stream_of_a_foreign_engine_that_returns_text_only_ends_with_it() -> N
     assert all(record.first_ns >= 0 and 0 < record.completion_tokens < 300 for record in broken)
 
 
+def test_a_deployment_that_hangs_from_the_first_request_on_holds_each_for_what_any_engine_takes() -> None:
+    requests = list(poisson(1, 3, 2, output=20))
+    hangs = [fault(FaultKind.WORKER_SLOW, 0, 300, amount=100_000.0)]
+    waits: dict[float, float] = {}
+    for first_token_s in (4.0, 0.0):
+        config = msgspec.structs.replace(SLICED, health=HealthConfig(first_token_s=first_token_s, probe_s=0))
+        _, result = run(requests, hangs, config=config, workers=2, is_external=True)
+        assert {record.outcome for record in result.records} == {Outcome.FINISHED}
+        waits[first_token_s] = max(record.first_ns - record.at_ns for record in result.records) / NS_PER_S
+    assert 4 < waits[4.0] < 8, "then the other one answers"
+    assert waits[0.0] > 60, "with no bound it is waited for"
+
+
 def test_without_migrations_a_stream_ends_with_its_worker() -> None:
     config = msgspec.structs.replace(SLICED, health=HealthConfig(migrations_max=0))
     _, result = run(poisson(1, 12, 2, output=300), [fault(FaultKind.WORKER_CRASH, 1.5, 1.6)], config=config)

@@ -17,6 +17,7 @@ import msgspec
 import uvloop
 
 from penstock.cli.flags import Commands, Help, number, size
+from penstock.cli.wiring.signals import StopSignals
 from penstock.clock import Clock, SystemClock
 from penstock.config.checks import check
 from penstock.config.engine_settings import share_of
@@ -48,14 +49,17 @@ async def _serve(
     config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config], *, takes_over: bool
 ) -> int:
     spares = Spares()
-    try:
-        await spares.begin(early_threads(config))
-        from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
+    with StopSignals() as signals:
+        if signals.drain.is_set():
+            return 0
+        try:
+            await spares.begin(early_threads(config))
+            from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
 
-        serving = Serving(config, clock, started_ns, reread, spares, takes_over=takes_over)
-        return await serving.run()
-    finally:
-        await spares.close()
+            serving = Serving(config, clock, started_ns, reread, spares, takes_over=takes_over)
+            return await serving.run(signals)
+        finally:
+            await spares.close()
 
 
 def early_threads(config: Config) -> list[int]:
@@ -192,6 +196,7 @@ environment:
 SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams continue.
 SIGTERM: /ready says no, requests are served for server.lameduck_s more (Ctrl-C on loopback: not at all),
 then running answers end; a second one gives them a last error event and stops at once.
+While it starts or loads, either one stops it at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 
 examples:

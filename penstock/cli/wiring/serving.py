@@ -2,7 +2,7 @@
 
     start ─> loading ─> ready (banner) ─> first SIGTERM or Ctrl-C: lameduck, draining ─> stopped, exit 0
                 │                                     └─ a second one: last words, exit 130
-                └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
+                └─ a model cannot be served: exit 1 or 2; SIGTERM or Ctrl-C: stop, exit 0
 
 A model that goes down for good does not end the process: /ready answers 503, requests for it get an error
 that says why, and other models keep serving.
@@ -26,9 +26,9 @@ from rich.console import Console
 
 from penstock import gc_tuning, rng
 from penstock.cli import console
-from penstock.cli.wiring.handover import Handover, begin_takeover
+from penstock.cli.wiring.handover import Handover, Takeover, begin_takeover
 from penstock.cli.wiring.progress import loading_display
-from penstock.cli.wiring.signals import StopSignals, on_signal
+from penstock.cli.wiring.signals import StopSignals, done_before, on_signal
 from penstock.cli.wiring.state import forget_key, load_key, save_key, with_secret
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
@@ -191,7 +191,8 @@ class Serving:
         self._reloading: asyncio.Task[None] | None = None
         self._reload_wanted = False
         self._new_key, self._owns_key, self._is_taken = "", False, False
-        self._hosts, self._port, self._takes_over = tuple[str, ...](), 0, takes_over
+        self._takes_over = takes_over
+        self._host, self._hosts, self._port = "", tuple[str, ...](), 0
         if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
             kept = load_key(config.server.host, config.server.port) if takes_over else ""
@@ -201,35 +202,43 @@ class Serving:
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log, spares)
 
-    async def run(self) -> int:
-        """Serve until told to stop; the exit code.
+    async def run(self, signals: StopSignals) -> int:
+        """Serve until told to stop; the exit code. It may have been told already.
 
         Raises:
             OperatorError: the configuration or a model cannot be served.
             WorkerUnavailable: a worker does not come up.
         """
         self._check_open_files()
-        with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
+        signals.on_drain = lambda _: console.err().print("\nstopping", markup=False)
+        with on_signal(signal.SIGHUP, self._begin_reload):
             try:
-                takeover = await begin_takeover(self._config.server) if self._takes_over else None
-                host, self._port = await self._stack.start(takeover)
-                self._hosts = tuple(str(each.getsockname()[0]) for each in self._stack.listeners)
-                if takeover is None:
-                    self._save_key()
-                is_loaded = await self._loaded(signals)
+                loading = asyncio.create_task(self._load(), name="load")
+                if not await done_before(signals.drain, loading):
+                    return 0
+                takeover = loading.result()
                 await self._spares.close()
-                if is_loaded:
-                    gc_tuning.freeze_gc()
-                    if takeover is not None:
-                        await self._stack.take_over(takeover)
-                        self._save_key()  # Until here the file is the running server's.
-                        self._log.info("took over from the server that ran here")
-                    return await self._served(signals, host)
-                return 0
+                gc_tuning.freeze_gc()
+                if takeover is not None:
+                    await self._stack.take_over(takeover)
+                    self._save_key()  # Until here the file is the running server's.
+                    self._log.info("took over from the server that ran here")
+                return await self._served(signals)
             finally:
                 if self._owns_key:
                     self._forget_key()
                 await self._stack.abort()  # After a drain there is nothing left to do.
+
+    async def _load(self) -> Takeover | None:
+        """Listen, and wait for the models. Returns the server that is to be followed, if there is one."""
+        takeover = await begin_takeover(self._config.server) if self._takes_over else None
+        self._host, self._port = await self._stack.start(takeover)
+        self._hosts = tuple(str(each.getsockname()[0]) for each in self._stack.listeners)
+        if takeover is None:
+            self._save_key()
+        with loading_display(console.err()) as display:
+            await self._stack.wait_ready(display)
+        return takeover
 
     def _save_key(self) -> None:
         """This server has its address now: the key in the files is its key, and no other's."""
@@ -243,7 +252,7 @@ class Serving:
         for host in self._hosts:
             forget_key(host, self._port)
 
-    async def _served(self, signals: StopSignals, host: str) -> int:
+    async def _served(self, signals: StopSignals) -> int:
         """Serve until asked to stop, or until another server has taken over."""
 
         def taken() -> None:
@@ -251,28 +260,15 @@ class Serving:
             self._log.info("another server has taken over; this one drains")
             signals.drain.set()
 
+        signals.on_drain = self._say_draining
         handover = Handover(self._stack.listeners, taken, self._log)
         handover.open()
         try:
-            self._show_banner(host, self._port)
+            self._show_banner(self._host, self._port)
             await signals.drain.wait()
         finally:
             handover.close()
         return await self._drained(signals)
-
-    async def _loaded(self, signals: StopSignals) -> bool:
-        """Wait for the models; False if asked to stop before they were ready."""
-        with loading_display(console.err()) as display:
-            loading = asyncio.create_task(self._stack.wait_ready(display))
-            stopping = asyncio.create_task(signals.drain.wait())
-            try:
-                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
-                if loading.done():
-                    loading.result()
-                return not stopping.done()
-            finally:
-                loading.cancel()
-                stopping.cancel()
 
     async def _drained(self, signals: StopSignals) -> int:
         """Stop without a loss; a second signal shortens it to what must be said and written down."""

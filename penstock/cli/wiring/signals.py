@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Generator
-from typing import Self
+from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from penstock.cli import early
 
 
 @contextlib.contextmanager
@@ -26,22 +26,25 @@ def on_signal(number: signal.Signals, callback: Callable[[], None]) -> Generator
 class StopSignals:
     """Two events for one event loop. `drain` is set first, `abort` by a second signal."""
 
-    def __init__(self, on_drain: Callable[[signal.Signals], None]) -> None:
+    def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.abort = asyncio.Event()
         self.first: signal.Signals | None = None
         """Which signal asked first; None: none, or another server takes over."""
-        self._on_drain = on_drain
+        self.on_drain: Callable[[signal.Signals], None] = lambda _: None
+        """Called with the first signal."""
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in early.SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        for number in early.NOTED[:1]:
+            self._on_signal(number)
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in early.SIGNALS:
             loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -50,4 +53,23 @@ class StopSignals:
             return
         self.first = number
         self.drain.set()
-        self._on_drain(number)
+        self.on_drain(number)
+
+
+async def done_before(stop: asyncio.Event, task: asyncio.Task[Any]) -> bool:
+    """Whether a task is done before the event is set, which cancels it.
+
+    Raises:
+        Exception: of the task, if it failed before.
+    """
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return False
+        task.result()
+        return True
+    finally:
+        stopping.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

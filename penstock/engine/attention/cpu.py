@@ -431,10 +431,14 @@ class CpuAttention:
         self._chunk.commit()
         yield
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See `Attention`."""
+    def begin_stores(self, batch: AttentionBatch) -> None:
+        """`begin` for a batch of which nothing but KV is wanted."""
         self._slots = self._layer_slots(batch)
         self._rotary.begin(batch.positions)
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `Attention`."""
+        self.begin_stores(batch)
         starts = np.cumsum(batch.num_tokens, dtype=np.int64) - batch.num_tokens
         num_tiles = -(-(batch.num_computed + batch.num_tokens) // TILE_TOKENS)
         single = (batch.num_tokens == 1) & (num_tiles <= self._decode.tiles_max)

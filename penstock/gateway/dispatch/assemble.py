@@ -209,7 +209,8 @@ def make_policies(
     )  # fmt: skip
     kept = None
     if config.ledger.enabled:
-        kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
+        files = DecisionFiles(ledger.directory / "decisions", clock)
+        kept = DecisionKeeper(files, log, has_peers=config.server.processes > 1)
         placements.decisions.hand_on(kept.decided, kept.chose)
     if not may_have_tenants(config):  # Then no other tenant could use a row that stays free.
         config = msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, headroom=0.0))

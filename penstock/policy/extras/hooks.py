@@ -13,6 +13,7 @@ requests whose client does not wait any longer.
     what is usual there    how long such attempts took there of late, times a factor: external workers
                            only, if another worker or model could answer. Less while the last attempt there
                            failed, or its breaker is not closed: when it is slow, enough is known
+    what any engine takes  the same while little is known of the worker (`health.first_token_s`)
 
 An attempt is never given up for nothing: while no other place would take the request, it continues. One is
 given up at a time, so that the next one is asked about what is left of those places. After its first output
@@ -130,7 +131,12 @@ FIRST_MIN_NS = 2 * NS_PER_S
 DOUBT_FACTOR = 2
 """So many times where the worker is in doubt."""
 SAMPLES_MIN = 20
-"""With fewer of them nothing is known."""
+"""With fewer of them little is known."""
+UNSEEN_TOKEN_NS = 2 * NS_PER_MS
+"""More time for each token of the prompt at a worker of which little is known."""
+UNSEEN_STEP, UNSEEN_DOUBLINGS = 5, 3
+"""After so many attempts that were given up while nothing ever came from a worker it gets twice the time, and
+so often: one that is slow, and not dead, is found out to be so."""
 WINDOW = 256
 _KEYS_MAX = 4096
 _CLASSES = 32
@@ -141,41 +147,56 @@ _NS_PER_US = 1000
 class FirstTokens:
     """Times to first token of one gateway's external workers, by worker and class of prompt."""
 
-    __slots__ = ("_windows",)
+    __slots__ = ("_first_token_ns", "_num_silent", "_windows")
 
-    def __init__(self) -> None:
+    def __init__(self, first_token_ns: int = 0) -> None:
+        """`first_token_ns`: how long an attempt may take of which little is known; 0: any time."""
+        self._first_token_ns = first_token_ns
         self._windows: dict[tuple[str, WorkerId, int], QuantileWindow] = {}
+        self._num_silent: dict[tuple[str, WorkerId], int] = {}
+        """Attempts that were given up at a worker that has never given anything."""
 
     def bound_ns(self, route: str, worker: WorkerId, prompt_tokens: int, doubt_ns: int = 0) -> int:
-        """How long such an attempt may take there; 0: nothing is known. `doubt_ns`: what is slow there, where
-        the worker is in doubt.
+        """How long such an attempt may take there; 0: any time. `doubt_ns`: what is slow there, where the
+        worker is in doubt.
         """
-        usual_ns = self._usual_us(route, worker, prompt_tokens) * _NS_PER_US
-        bound_ns = max(FIRST_MIN_NS, FACTOR * usual_ns) if usual_ns else 0
+        usual_us, is_known = self._usual_us(route, worker, prompt_tokens)
+        usual_ns = usual_us * _NS_PER_US
+        least_ns = FIRST_MIN_NS if is_known else self._unseen_ns(route, worker, prompt_tokens)
+        bound_ns = max(least_ns, FACTOR * usual_ns) if least_ns else 0
         return min(bound_ns or doubt_ns, max(doubt_ns, DOUBT_FACTOR * usual_ns)) if doubt_ns else bound_ns
 
-    def _usual_us(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
-        """The time that 19 of 20 such attempts take; 0: not known. A class with few samples borrows those of
-        the classes nearest to it: the factor covers a prompt of twice the length, and a longer one takes at
-        most as many times as long as it is longer.
+    def _unseen_ns(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
+        if not self._first_token_ns:
+            return 0
+        doublings = min(UNSEEN_DOUBLINGS, self._num_silent.get((route, worker), 0) // UNSEEN_STEP)
+        return (1 << doublings) * (self._first_token_ns + UNSEEN_TOKEN_NS * prompt_tokens)
+
+    def _usual_us(self, route: str, worker: WorkerId, prompt_tokens: int) -> tuple[int, bool]:
+        """The time that 19 of 20 such attempts take, or of those few that there were (0: none), and whether
+        there were enough. A class with few samples borrows those of the classes nearest to it: the factor
+        covers a prompt of twice the length, and a longer one takes at most as many times as long as it is
+        longer.
         """
         size, windows = prompt_tokens.bit_length(), self._windows
         own = windows.get((route, worker, size))
         if own is not None and own.count >= SAMPLES_MIN:
-            return max(1, own.quantile(QUANTILE))
+            return max(1, own.quantile(QUANTILE)), True
         found: list[int] = []
         for distance in range(_CLASSES):
             for other in {size - distance, size + distance}:
                 if (window := windows.get((route, worker, other))) is not None:
                     found += [amount << max(0, size - other - 1) for amount in window.amounts()]
             if len(found) >= SAMPLES_MIN:
-                return max(1, nearest_rank(sorted(found), QUANTILE))
-        return 0
+                return max(1, nearest_rank(sorted(found), QUANTILE)), True
+        return (nearest_rank(sorted(found), QUANTILE) if found else 0), False
 
     def took(self, route: str, worker: WorkerId, prompt_tokens: int, ttft_ns: int) -> None:
         """An attempt took so long to its first token."""
         assert ttft_ns >= 0, ttft_ns
-        if (bound_ns := self.bound_ns(route, worker, prompt_tokens)) and ttft_ns > bound_ns:
+        self._num_silent.pop((route, worker), None)
+        bound_ns = self.bound_ns(route, worker, prompt_tokens)
+        if bound_ns and ttft_ns > bound_ns and self._usual_us(route, worker, prompt_tokens)[1]:
             self.gave_up(route, worker, prompt_tokens, ttft_ns)  # Nowhere else took it: as slow all the same.
             return
         key = (route, worker, prompt_tokens.bit_length())
@@ -195,6 +216,11 @@ class FirstTokens:
         if window is not None:
             limit_us = window.quantile(QUANTILE) * 5 // 4 + 1
             window.add(min(waited_ns // _NS_PER_US, limit_us))
+        elif 0 < self._first_token_ns <= waited_ns:
+            if len(self._num_silent) >= _KEYS_MAX:
+                del self._num_silent[next(iter(self._num_silent))]
+            key = (route, worker)
+            self._num_silent[key] = self._num_silent.pop(key, 0) + 1
 
 
 _AGAIN_NS = NS_PER_S
@@ -213,12 +239,14 @@ class AttemptClock(Extra):
         requests: Mapping[RequestId, Request],
         health: Health,
         can_leave: Callable[[int, Request], bool],
+        *,
+        first_token_ns: int,
     ) -> None:
         """`requests` are all accepted ones, by reference; `can_leave` says whether one that runs could be
-        answered by another worker or model now.
+        answered by another worker or model now; `first_token_ns` is as for `FirstTokens`.
         """
         self._requests, self._health, self._can_leave = requests, health, can_leave
-        self._firsts = FirstTokens()
+        self._firsts = FirstTokens(first_token_ns)
         self._due: list[tuple[int, RequestId, int]] = []
         """When which attempt is looked at."""
         self._deadlines: list[tuple[int, RequestId]] = []

@@ -189,8 +189,11 @@ class FlowControl:
 
     def _use_clock(self) -> None:
         assert not self._has_clock, "attempts have one clock"
-        can_leave, self._has_clock = self._fallbacks.can_leave, True
-        self._hooks.put_first(AttemptClock(self._requests, self._policies.health, can_leave))
+        policies, self._has_clock = self._policies, True
+        clock = AttemptClock(
+            self._requests, policies.health, self._fallbacks.can_leave, first_token_ns=policies.first_token_ns
+        )
+        self._hooks.put_first(clock)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
         """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported

@@ -6,6 +6,7 @@ A policy that is left out sets no limit. The wiring of a gateway or a simulation
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.clock import NS_PER_S
 from penstock.errors import PenstockError
 from penstock.policy.contracts import (
     Admission,
@@ -210,3 +211,5 @@ class Policies:
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still continue."""
+    first_token_ns: int = 10 * NS_PER_S
+    """How long an attempt at an external worker has of which little is known; 0: any time."""

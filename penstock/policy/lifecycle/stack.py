@@ -81,6 +81,7 @@ def build_policies(
         pace=lambda: Pace(config.admission, config.routing.placement),
         hedges=hedges,
         migrations_max=config.health.migrations_max,
+        first_token_ns=round(config.health.first_token_s * NS_PER_S),
     )
     return PolicyStack(
         control=FlowControl(config.queue, policies),

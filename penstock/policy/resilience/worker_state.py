@@ -322,19 +322,20 @@ class Breaker:
         """An attempt failed, before or after its first output, for the worker's reasons."""
         self._count(now_ns, failed=True, slow=False, peers_fine=_never, started_ns=started_ns)
 
-    def gave_up(self, now_ns: int, waited_ns: int) -> None:
+    def gave_up(self, now_ns: int, waited_ns: int, unseen_ns: int = 0) -> None:
         """An attempt was ended because its first output did not come: it failed if that is much longer than
-        is usual here, else nothing is known.
+        is usual here, else nothing is known. `unseen_ns`: how long that is where there never was an output;
+        0: not known.
         """
         assert waited_ns >= 0, waited_ns
-        if not self.is_slow(waited_ns):
+        is_seen = self._usual_ns > 0
+        if not (self.is_slow(waited_ns) if is_seen else 0 < unseen_ns <= waited_ns):
             self.forget()
             return
         was = self.state
         self.failed(now_ns, started_ns=now_ns - waited_ns)
-        if (
-            self.state is not was
-        ):  # In time it is what is usual. Not before it trips: others run by that bound.
+        # In time it is what is usual. Not before it trips: others run by that bound.
+        if is_seen and self.state is not was:
             self._usual_ns += (self.slow_ns - self._usual_ns) // _MEMORY
 
     def is_slow(self, ttft_ns: int) -> bool:
