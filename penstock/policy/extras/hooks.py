@@ -1,5 +1,6 @@
-"""The hooks for plug-ins on the lives of requests, and the plug-in that every gateway has, the attempt clock.
-Hedging and the crash quarantine are the others.
+"""The hooks for plug-ins on the lives of requests, and the attempt clock: a plug-in that exists from the
+first external worker on, or the first request whose client waits only so long. Hedging and the crash
+quarantine are the others.
 
 `FlowControl` calls each hook of each plug-in that is configured; one that is off is absent. A plug-in keeps
 what it knows beside the request, not in it.
