@@ -188,11 +188,13 @@ class KeyRejected(WorkerUnavailable):
 
 
 class AttemptTimeout(WorkerUnavailable):
-    """The worker gave no first token in time; `waited_ns` is how long the attempt had."""
+    """The worker gave no first token in time; `waited_ns` is how long the attempt had, and `unseen_ns` how
+    long any engine may take for such a prompt (0: not known), which is more if its client waits for less.
+    """
 
-    def __init__(self, message: str, *, waited_ns: int) -> None:
+    def __init__(self, message: str, *, waited_ns: int, unseen_ns: int = 0) -> None:
         super().__init__(message)
-        self.waited_ns = waited_ns
+        self.waited_ns, self.unseen_ns = waited_ns, unseen_ns
 
 
 class StreamBroken(WorkerError):

@@ -111,7 +111,7 @@ def test_what_is_usual_there_bounds_an_attempt() -> None:
 
 
 def test_a_worker_that_never_gives_anything_is_left_after_what_any_engine_takes() -> None:
-    health = FleetHealth(HealthConfig(first_token_s=5), lambda: 0.0)
+    health = FleetHealth(HealthConfig(), lambda: 0.0)
     control = made(health=health)
     for i in range(5):
         arrive(control, i, f"r{i}")
@@ -133,8 +133,26 @@ def test_nothing_is_known_of_a_worker_whose_client_was_in_a_hurry() -> None:
     health = FleetHealth(HealthConfig(), lambda: 0.0)
     health.worker("large", W, ready=True, is_external=True)
     for _ in range(9):
-        health.ended(0, "large", W, AttemptTimeout("half a second", waited_ns=S // 2))
+        health.ended(0, "large", W, AttemptTimeout("half a second", waited_ns=S // 2, unseen_ns=10 * S))
     assert health.trouble(0, "large") is None
+
+
+def test_of_a_long_prompt_nothing_is_known_where_its_client_waits_less_than_any_engine_may_take() -> None:
+    """Five are given up after 12 s of the 210 s that such prompts have: that opens no breaker."""
+    for prompt_tokens, why in ((100_000, None), (500, "breaker")):
+        health = FleetHealth(HealthConfig(), lambda: 0.0)
+        control = made(health=health)
+        for i in range(5):
+            arrive(control, i, f"r{i}", prompt_tokens=prompt_tokens, first_token_ns=24 * S)
+        now_ns, errors = 12 * S + 5, []
+        while control.next_ns(now_ns) <= now_ns:
+            for each in control.dispatch(now_ns):
+                if isinstance(each, GiveUp):
+                    errors.append(each.error)
+                    control.failed(now_ns, each.id, each.error, retry=True)
+        assert [error.unseen_ns for error in errors] == [10 * S + 2 * MS * prompt_tokens] * 5
+        trouble = health.trouble(now_ns, "large")
+        assert (trouble and trouble.why) == why
 
 
 def test_what_any_engine_takes_grows_with_the_prompt_and_while_nothing_comes() -> None:
@@ -146,11 +164,26 @@ def test_what_any_engine_takes_grows_with_the_prompt_and_while_nothing_comes() -
         seen.append(firsts.bound_ns("m", W, 0) // S)
         firsts.gave_up("m", W, 0, firsts.bound_ns("m", W, 0))
     assert seen == [10] * 5 + [20] * 5 + [40] * 5 + [80] * 10
-    firsts.gave_up("m", V, 0, S)  # Its client had no more time.
+    for _ in range(5):  # Their clients had no more time.
+        firsts.gave_up("m", V, 0, S)
+        firsts.gave_up("m", V, 10_000, 29 * S)
     assert firsts.bound_ns("m", V, 0) == 10 * S
     firsts.took("m", W, 0, 30 * S)
     assert firsts.bound_ns("m", W, 0) == 120 * S, "one that takes so long is known for it"
     assert FirstTokens(0).bound_ns("m", W, 0) == 0, "turned off"
+
+
+def test_a_worker_that_answers_some_prompts_is_not_one_that_never_gives_anything() -> None:
+    firsts = FirstTokens(10 * S)
+    firsts.took("m", W, 20, S)
+    for _ in range(5):
+        firsts.gave_up("m", W, 1, 11 * S)
+    assert firsts.bound_ns("m", W, 1) == 10_002 * MS
+    for _ in range(SAMPLES_MIN):
+        firsts.took("m", W, 20, S)
+    for _ in range(5):
+        firsts.took("m", W, 1, 11 * S)
+    assert not firsts._num_silent
 
 
 def test_a_worker_that_is_slow_for_good_is_taken_for_it_in_time() -> None:

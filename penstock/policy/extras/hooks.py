@@ -163,15 +163,17 @@ class FirstTokens:
         """
         usual_us, is_known = self._usual_us(route, worker, prompt_tokens)
         usual_ns = usual_us * _NS_PER_US
-        least_ns = FIRST_MIN_NS if is_known else self._unseen_ns(route, worker, prompt_tokens)
+        least_ns = FIRST_MIN_NS if is_known else self._least_ns(route, worker, prompt_tokens)
         bound_ns = max(least_ns, FACTOR * usual_ns) if least_ns else 0
         return min(bound_ns or doubt_ns, max(doubt_ns, DOUBT_FACTOR * usual_ns)) if doubt_ns else bound_ns
 
-    def _unseen_ns(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
-        if not self._first_token_ns:
-            return 0
+    def unseen_ns(self, prompt_tokens: int) -> int:
+        """How long any engine may take for such a prompt; 0: any time."""
+        return self._first_token_ns and self._first_token_ns + UNSEEN_TOKEN_NS * prompt_tokens
+
+    def _least_ns(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
         doublings = min(UNSEEN_DOUBLINGS, self._num_silent.get((route, worker), 0) // UNSEEN_STEP)
-        return (1 << doublings) * (self._first_token_ns + UNSEEN_TOKEN_NS * prompt_tokens)
+        return self.unseen_ns(prompt_tokens) << doublings
 
     def _usual_us(self, route: str, worker: WorkerId, prompt_tokens: int) -> tuple[int, bool]:
         """The time that 19 of 20 such attempts take, or of those few that there were (0: none), and whether
@@ -210,14 +212,17 @@ class FirstTokens:
 
     def gave_up(self, route: str, worker: WorkerId, prompt_tokens: int, waited_ns: int) -> None:
         """An attempt was given up after so long. It counts as a little slower than what is usual, so that a
-        worker which has become slow for good is taken for it, in time.
+        worker which has become slow for good is taken for it, in time. One that ended sooner than any engine
+        may take says nothing of a worker that has never given anything.
         """
         assert waited_ns > 0, waited_ns
         window = self._windows.get((route, worker, prompt_tokens.bit_length()))
         if window is not None:
             limit_us = window.quantile(QUANTILE) * 5 // 4 + 1
             window.add(min(waited_ns // _NS_PER_US, limit_us))
-        elif 0 < self._first_token_ns <= waited_ns:
+            return
+        was_long = 0 < self.unseen_ns(prompt_tokens) <= waited_ns
+        if was_long and not self._usual_us(route, worker, prompt_tokens)[0]:
             if len(self._num_silent) >= _KEYS_MAX:
                 del self._num_silent[next(iter(self._num_silent))]
             key = (route, worker)
@@ -307,7 +312,9 @@ class AttemptClock(Extra):
                 waited_ns = now_ns - request.dispatched_ns
                 assert waited_ns > 0, "an attempt has some time"
                 why = f"the worker gave no first token within {waited_ns / NS_PER_S:.1f} s"
-                return [GiveUp(request.id, AttemptTimeout(why, waited_ns=waited_ns))]
+                unseen_ns = self._firsts.unseen_ns(_tokens(request))
+                error = AttemptTimeout(why, waited_ns=waited_ns, unseen_ns=unseen_ns)
+                return [GiveUp(request.id, error)]
             heappush(self._due, (now_ns + _AGAIN_NS, request_id, attempt))
         return []
 

@@ -122,13 +122,12 @@ class _Route:
 class FleetHealth:
     """One for a gateway. See `contracts.Health`."""
 
-    __slots__ = ("_config", "_draw", "_routes", "_unseen_ns", "retries")
+    __slots__ = ("_config", "_draw", "_routes", "retries")
 
     def __init__(self, config: HealthConfig, draw: Draw) -> None:
         config = self._config = extended(config, HealthTerms)
         self._draw = draw
         self._routes: dict[str, _Route] = {}
-        self._unseen_ns = round(config.first_token_s * NS_PER_S)
         self.retries = RetryBudget(config.retry)
 
     def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
@@ -228,7 +227,7 @@ class FleetHealth:
             if isinstance(error, KeyRejected):
                 breaker.reject(now_ns, "it does not accept the key that it is given")
             elif isinstance(error, AttemptTimeout):
-                breaker.gave_up(now_ns, error.waited_ns, self._unseen_ns)
+                breaker.gave_up(now_ns, error.waited_ns, error.unseen_ns)
             else:
                 breaker.failed(now_ns)
             self._note(route, worker_id, breaker)
