@@ -54,8 +54,9 @@ _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
 KNOWN_STEPS = 8
-"""Before the laws have seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that: a
-model's first passes take longer than any later."""
+"""Before the laws have seen so many steps, up to `CAUTIOUS` rows have up to as many drafts: a model's first
+passes take longer than any later. Of a larger batch the first rows do, once a pass has run: no law is learned
+without passes."""
 CAUTIOUS = 3
 PROBE_STEPS = 64
 """A row without drafts for so many steps, times the rows of the batch, has one, to see how its text
@@ -117,7 +118,7 @@ class Speculation:
             if _may(request)
         ]
         if self._worth and not is_known:
-            few = asked if len(rows) <= CAUTIOUS else []
+            few = asked[:CAUTIOUS] if num_passes or len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
         if self._drafting.num_observed:
@@ -167,7 +168,7 @@ class Speculation:
                 if counts[place] < num_before or _limit(request) <= num_before or len(picked) == room:
                     continue
                 whole_ns, each_read_ns = reading[place]
-                if not num_before and whole_ns and self._account_ns < 0 < self._worth:
+                if not num_before and whole_ns and account_ns < 0 < self._worth:
                     continue
                 each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
                 each_ns += each_read_ns * gains[place]

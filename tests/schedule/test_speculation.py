@@ -261,13 +261,28 @@ def test_reading_that_drafts_do_not_repay_ends() -> None:
     assert read > 0.9 * steps
 
 
+def test_one_step_reads_no_more_than_the_account_has() -> None:
+    """Each row that is read has its price, so that the next one waits until drafts have repaid it."""
+    speculation, rows = guesser(100_000, 20_000, right=True), [row(0, 0) for _ in range(4)]
+    for each in rows:
+        each.num_planned = 300
+    assert sum(map(bool, counts_of(speculation, rows))) == 1
+    assert counts_of(speculation, rows) == [0] * 4
+    for _ in range(8):
+        speculation.learn(row(0, 0), 8, 8)
+    assert sum(map(bool, counts_of(speculation, rows))) > 1
+
+
 def test_the_first_passes_of_a_model_do_not_decide() -> None:
-    """They take longer than any later: few rows have drafts until the law has seen some."""
+    """They take longer than any later: few rows have drafts until the law has seen some, also of a batch that
+    is never small.
+    """
     speculation = guesser(500_000, 1_000, right=True)
     slow = speculation._drafting = StepTimeModel()
     slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
     assert counts_of(speculation, [row(0, 0)]) == [CAUTIOUS]
-    assert counts_of(speculation, [row(0, 0) for _ in range(32)]) == [0] * 32
+    few = [CAUTIOUS] * CAUTIOUS
+    assert counts_of(speculation, [row(0, 0) for _ in range(32)]) == few + [0] * (32 - CAUTIOUS)
     for _ in range(KNOWN_STEPS):
         slow.observe(StepLoad(4, 4, 200, 0, 4), 400_000_000)
     assert counts_of(speculation, [row(0, 0)]) == [0]
