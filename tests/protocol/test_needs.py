@@ -17,10 +17,12 @@ from penstock.protocol.needs import (
     common_needs,
     constraint_of,
     forced_tool,
+    is_plain,
     rare_needs,
     text_only,
     unsupported,
 )
+from penstock.protocol.openai import ChatRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion
 from penstock.protocol.parameters import Need
 from penstock.types import Capability
@@ -229,6 +231,21 @@ def test_references_of_a_tool_are_from_its_own_parameters() -> None:
     }
 
 
+PLAIN = [chat(), chat(temperature=0.5, logprobs=True, n=2, stop="x", stream=True)]
+BODIES = [*PLAIN, *(each[0] for each in RARE + SHAPES), *(chat(**fields) for fields, _, _ in REFUSED)]
+
+
+def test_a_plain_chat_has_no_needs_no_form_and_no_media() -> None:
+    """`is_plain` stands for all three questions."""
+    assert all(map(is_plain, PLAIN))
+    for request in BODIES:
+        if is_plain(request):
+            assert isinstance(request, ChatRequest)
+            assert rare_needs(request) == []
+            assert constraint_of(request) is NO_CONSTRAINT
+            assert not any(isinstance(message.content, list) for message in request.messages)
+
+
 # --- messages and errors ---------------------------------------------------------------------------
 
 
@@ -261,12 +278,17 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional={"response_format": JSON, "tool_choice": JSON}), st.booleans())
 def test_any_format_and_choice_give_needs_or_are_refused(fields, with_tools) -> None:
-    """What is let through has a constraint: nothing that a client writes is a bug here."""
+    """A request that is let through has a constraint: nothing that a client writes is a bug here."""
     if with_tools:
         fields = {**fields, "tools": [tool("f")]}
     try:
         request = chat(**fields)
-        rare_needs(request)
-    except (InvalidRequest, Unsupported):
+    except InvalidRequest:
         return
+    try:
+        needs = rare_needs(request)
+    except (InvalidRequest, Unsupported):
+        assert not is_plain(request)
+        return
+    assert not (needs and is_plain(request))
     constraint_of(request)

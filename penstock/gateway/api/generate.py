@@ -61,11 +61,12 @@ from penstock.protocol.needs import (
     check_media,
     common_needs,
     constraint_of,
+    is_plain,
     rare_needs,
     unsupported,
 )
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
-from penstock.protocol.openai_validate import is_plain, parse_chat, parse_completion, prompts_of
+from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
@@ -104,10 +105,10 @@ class Generate:
     async def answer_chat(self, exchange: Exchange, caller: Caller, body: bytes, wording: Wording) -> None:
         """Answer a chat, whose request is `body`, in this wording."""
         request = parse_chat(body, self._services.config.limits)
-        needs = [] if is_plain(request) else rare_needs(request)
-        num_bytes = len(body)
-        constraint = constraint_of(request) if needs else NO_CONSTRAINT
+        needs, constraint, num_bytes = list[Need](), NO_CONSTRAINT, len(body)
         if not is_plain(request):
+            needs = rare_needs(request)
+            constraint = constraint_of(request) if needs else NO_CONSTRAINT
             # Also where no part needs a capability: a part of text may also hold an address.
             check_media(request.messages, self._services.config.limits.media_hosts)
 
