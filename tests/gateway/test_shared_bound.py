@@ -40,12 +40,21 @@ class Gateway:
 
     async def ask(self, tenant: Tenant, tokens: int, user: str = "") -> bool:
         """Whether a request of so many tokens was let in."""
-        await self.shared.ask(lambda: self.levels.lacks(CLOCK.now_ns(), tenant, tokens, 0, key="", user=user))
-        held = self.levels.reserve(CLOCK.now_ns(), tenant, tokens, 0, user=user)
+        await self.shared.ask(lambda: self.lacks(tenant, tokens, user))
+        if tenant.has_levels:
+            held = self.levels.reserve(CLOCK.now_ns(), tenant, tokens, 0, user=user)
+        else:
+            held = self.shared.limiter.reserve(CLOCK.now_ns(), tenant, tokens, 0)
         if isinstance(held, LimitRefusal):
             return False
         held.settle(CLOCK.now_ns(), tokens)
         return True
+
+    def lacks(self, tenant: Tenant, tokens: int, user: str = "") -> bool:
+        """Whether the store is asked first."""
+        if tenant.has_levels:
+            return self.levels.lacks(CLOCK.now_ns(), tenant, tokens, 0, key="", user=user)
+        return self.shared.limiter.lacks(CLOCK.now_ns(), tenant, tokens)
 
     async def ask_until_refused(self, tenant: Tenant, tokens: int, in_a_row: int = 5) -> int:
         """Tokens that were let in before so many refusals in a row."""
@@ -135,7 +144,7 @@ def test_a_store_that_freezes_is_waited_for_once(
                 for each in made:
                     assert each.shared.leases is not None
                     assert each.shared.leases.is_late
-                    assert not each.levels.lacks(CLOCK.now_ns(), tenant, 1, 0, key="", user="")
+                    assert not each.lacks(tenant, 1)
                     assert not await each.ask(tenant, 1)
             finally:
                 redis.thaw()

@@ -25,10 +25,11 @@ from penstock.policy.flow import (
 )
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies
+from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.request import Evict, Settled
-from penstock.policy.tenant import Tenant
+from penstock.policy.tenant import PartLimits, Tenant
 from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -588,6 +589,24 @@ def test_a_request_that_began_before_anything_had_a_price_is_paid_for_at_its_end
     assert (purse.left, purse.settled) == (38, 62)
 
 
+def test_a_request_that_the_queue_refuses_takes_nothing_of_any_level() -> None:
+    limiter = Limiter(LimitsConfig())
+    levels = LimitLevels(limiter)
+    made = control(parts=Policies(limits=limiter, levels=levels), requests_max=1)
+    tenant = limited(tokens_per_minute=1000, per_user=PartLimits(tokens_per_minute=1000))
+    accept(made, "a", tenant=tenant, user="ann")
+    held = limiter.outstanding
+    assert 0 < held == levels.parts.outstanding
+    refused = made.arrive(0, arrival("b", tenant=tenant, user="ann"))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "queue"
+    assert limiter.outstanding == levels.parts.outstanding == held
+    started(made)
+    end(made, "a")
+    assert limiter.outstanding == levels.parts.outstanding == 0
+    assert limiter.settled == levels.parts.settled == 42
+
+
 def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
     seen = []
 
@@ -609,10 +628,15 @@ def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
 # --- whatever happens -----------------------------------------------------------------------------
 
 TENANTS = [
-    Tenant(id=TenantId(name), band=band, weight=weight, tokens_per_minute=limit, fairness_key=name)
-    for name, band, weight, limit in [
-        ("a", "default", 1.0, 0), ("b", "default", 2.0, 5000), ("c", "priority", 1.0, 0),
-        ("d", "bulk", 0.5, 0)
+    Tenant(
+        id=TenantId(name), band=band, weight=weight, tokens_per_minute=limit, fairness_key=name,
+        per_key=per_key, per_user=per_user,
+    )
+    for name, band, weight, limit, per_key, per_user in [
+        ("a", "default", 1.0, 0, None, None),
+        ("b", "default", 2.0, 5000, None, PartLimits(tokens_per_minute=2000)),
+        ("c", "priority", 1.0, 0, PartLimits(requests_per_minute=60), PartLimits(concurrent_max=2)),
+        ("d", "bulk", 0.5, 0, None, None),
     ]
 ]  # fmt: skip
 
@@ -632,8 +656,10 @@ class Life(RuleBasedStateMachine):
         )
         config = LimitsConfig(burst_s=600)
         self.limiter, self.purse = Limiter(config), Purse(10**6)
+        self.levels = LimitLevels(self.limiter)
         parts = Policies(
             limits=self.limiter,
+            levels=self.levels,
             lengths=OutputLengths(config),
             budgets=self.purse,
             prices=self.purse,
@@ -689,6 +715,7 @@ class Life(RuleBasedStateMachine):
             f"r{self.count}", tenant=TENANTS[kind], prompt_tokens=prompt, max_tokens=max_tokens,
             choices=self.random.choice([1, 1, 1, 2, 5]), num_bytes=prompt, route=self.random.choice("mmn"),
             cached_tokens=self.random.randrange(prompt), max_wait_ns=self.random.choice([0, 0, 5 * S]),
+            key_prefix=self.random.choice("kl"), user=self.random.choice(["", "ann", "bob"]),
         )  # fmt: skip
         answer = self.control.arrive(self.now_ns, new)
         if isinstance(answer, Queued):
@@ -815,7 +842,7 @@ class Life(RuleBasedStateMachine):
             if not len(self.control):
                 break
         assert not len(self.control), "somebody waits for ever"
-        assert self.limiter.outstanding == 0
+        assert self.limiter.outstanding == self.levels.parts.outstanding == 0
         assert self.purse.left + self.purse.settled == 10**6
 
 

@@ -54,8 +54,8 @@ def test_the_store_is_asked_for_the_limits_of_keys_and_users_too() -> None:
         return made
 
     made = LimitLevels(Limiter(LimitsConfig(), source))
-    plain = tenant(tokens_per_minute=6000)
-    assert not made.lacks(0, plain, 10, 10, key="k", user="ann")
+    few = tenant(tokens_per_minute=6000, per_user=PartLimits(concurrent_max=2))
+    assert not made.lacks(0, few, 10, 10, key="k", user="ann")
     for part in ("per_key", "per_user"):
         limited = tenant(tokens_per_minute=6000, **{part: PartLimits(tokens_per_minute=600)})
         assert made.lacks(0, limited, 10, 10, key="k", user="ann"), part

@@ -46,7 +46,9 @@ class LevelsReservation:
 
 
 class LimitLevels:
-    """The `Limits` of a gateway: a tenant's, and those inside it."""
+    """The `Levels` of a gateway: a tenant's limits, and those inside it. Only tenants that have some of these
+    are asked for here.
+    """
 
     __slots__ = ("_known", "_tenants", "parts")
 
@@ -65,10 +67,11 @@ class LimitLevels:
         key: str = "",
         user: str = "",
         request_id: str = "",
-    ) -> LimitReservation | LevelsReservation | LimitRefusal:
+    ) -> LevelsReservation | LimitRefusal:
         """Take what a request needs on all levels, or nothing."""
+        assert tenant.has_levels, "other tenants are the limiter's alone"
         answer = self._tenants.reserve(now_ns, tenant, prompt_tokens, output_tokens, request_id=request_id)
-        if isinstance(answer, LimitRefusal) or (tenant.per_key is None and tenant.per_user is None):
+        if isinstance(answer, LimitRefusal):
             return answer
         held = [answer]
         for limits, level, name in ((tenant.per_key, "key", key), (tenant.per_user, "user", user)):
@@ -87,14 +90,14 @@ class LimitLevels:
         self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str
     ) -> bool:
         """Whether the store is asked, on any level, for what is not covered here: see `TokenSource.lacks`."""
+        assert tenant.has_levels, "other tenants are the limiter's alone"
         needed = prompt_tokens + output_tokens
         if self._tenants.lacks(now_ns, tenant, needed):
             return True
-        levels = ((tenant.per_key, "key", key), (tenant.per_user, "user", user))
-        if all(limits is None for limits, _, _ in levels) or not self._tenants.has(now_ns, tenant, needed):
+        if not self._tenants.has(now_ns, tenant, needed):
             return False  # One that its tenant's limit refuses is not asked for.
         lacks = False
-        for limits, level, name in levels:
+        for limits, level, name in ((tenant.per_key, "key", key), (tenant.per_user, "user", user)):
             if limits is not None:
                 lacks |= self.parts.lacks(now_ns, self._part(tenant, limits, level, name), needed)
         return lacks
