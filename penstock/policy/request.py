@@ -38,7 +38,8 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: TokenHold
     money: int | None
-    """Of its tenant's budget, in millionths; None: nothing has a price, and the tenant no budget."""
+    """Of its tenant's budget, in millionths. None: its first slice costs nothing, and its tenant has no
+    budget."""
     expected: int
     """Answer tokens that its fair share was charged for."""
     budgeted: int

@@ -43,7 +43,7 @@ class BudgetDowngrade:
         save.
         """
         tenant = facts.tenant
-        if not (tenant.budget_day_micros or tenant.budget_month_micros) or facts.diverted not in _CHOSEN:
+        if not tenant.has_budget or facts.diverted not in _CHOSEN:
             return None
         if not self._budgets.nears_end(now_ns, tenant):
             return None

@@ -109,12 +109,11 @@ class Accounts:
             held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
         if (error := _error_of(held)) is not None:
             return Refused(name, "limits", error)
-        tokens, money = cast("TokenHold", held), self._first_price(facts) or None
-        if money or tenant.has_budget:
-            money = money or 0
-            if (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
-                tokens.undo(now_ns)
-                return Refused(name, "budget", refusal.error())
+        tokens, price = cast("TokenHold", held), self._first_price(facts)
+        money = price if price or tenant.has_budget else None
+        if money is not None and (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
+            tokens.undo(now_ns)
+            return Refused(name, "budget", refusal.error())
         return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
 
     def _first_slice(self, facts: RequestFacts) -> int:

@@ -1,7 +1,7 @@
 """Money that a tenant may spend per UTC day and per UTC month: reserved before, renewed in slices, settled
 once.
 
-    reserve ──renew──> ... ──renew──> settle      once for each request that was accepted, at its end; refused
+    reserve ──renew──> ... ──renew──> settle      once for each request that was let in, at its end; refused
        │        └─ False: stop the answer here    elsewhere it costs nothing
        └──> BudgetRefusal (which budget, and when to ask again)
 
@@ -11,6 +11,9 @@ tenant's is here. The reserved and the spent amounts never come to more than the
 more than its budget only by the tokens that its running answers generate between the end of a slice and their
 stop: at most one slice for each that runs. Money counts for the day and month in which its request
 ends, as in the ledger, so the sum of what was settled is the sum of the ledger's records, to the millionth.
+
+A request whose first slice costs nothing and whose tenant has no budget holds nothing; should it cost
+something after all, `spend` books it at its end, and it is not stopped.
 
 `restore` takes over what the ledger of this machine knows of other processes. Where gateways share a store,
 each spends from a lease of the budget (budget_lease.py), so that all of them together hold it.
@@ -285,13 +288,15 @@ class TenantBudgets:
         self._spend(now_ns, account, actual)
 
     def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
-        """A request cost so much that began when nothing had a price and its tenant no budget."""
+        """A request cost so much that holds nothing: its first slice cost nothing, and its tenant had no
+        budget when it began.
+        """
         assert micros > 0, "nothing is not spent"
         self._spend(now_ns, self._of(now_ns, tenant), micros)
 
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """Whether a store is asked first for what a request of this price is not covered by here."""
-        if self._leases is None or not (tenant.budget_day_micros or tenant.budget_month_micros):
+        if self._leases is None or not tenant.has_budget:
             return False
         account, lacks = self._of(now_ns, tenant.id), False
         self._limit(now_ns, account, tenant)
