@@ -4,8 +4,9 @@ gateways who gets which version, and keeps all of it in a file.
 One for each server: in the gateway that is alone, or in the parent of several gateway processes. Of servers
 that share a store one decides (leadership.py): the others tell it what became of their requests, pass their
 orders on, and deal as it says. While nobody can be sure to lead, versions stay as they are dealt. Each
-decision is in the audit trail, with its figures, and in a file from which it can be made again. A version
-that has gone from the configuration while the server was down ends its rollout: the old version serves on.
+decision that the evidence made is in the audit trail and, with that evidence, in a file from which it can be
+made again; orders are in the audit trail alone. So is the end of a rollout of a version that has gone from
+the configuration while the server was down: the old version serves on.
 """
 
 import asyncio
