@@ -82,7 +82,10 @@ class RecordFile:
         """Write down what was added, and say whether the next line begins a new file. Blocks on the disk;
         trouble is said once.
         """
-        lines = [self._pending.popleft() for _ in range(len(self._pending))]
+        lines = list[bytes]()
+        with contextlib.suppress(IndexError):  # Of two threads that write, neither knows how many are left.
+            while True:
+                lines.append(self._pending.popleft())
         if self._path is None or not lines:
             return False
         is_full = False
@@ -91,8 +94,8 @@ class RecordFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
                 file.write(b"\n".join(lines) + b"\n")
-                is_full = file.tell() > RECORD_BYTES_MAX
-            if is_full:
+                num_bytes = file.tell()
+            if num_bytes > RECORD_BYTES_MAX:
                 self._path.replace(self._path.with_suffix(".1.jsonl"))
         except OSError as error:
             if not self._is_failing:
