@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.telemetry.log import Log
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
 RECORD_BYTES_MAX = 8 * 1024 * 1024
+LINE_BYTES_MAX = 4 * 1024 * 1024
 PENDING_MAX = 2000
 
 
@@ -97,6 +99,7 @@ class RecordFile:
                 num_bytes = file.tell()
             if num_bytes > RECORD_BYTES_MAX:
                 self._path.replace(self._path.with_suffix(".1.jsonl"))
+                is_full = True
         except OSError as error:
             if not self._is_failing:
                 self._log.warning(f"decisions about {self._about} cannot be written down", error=error)
@@ -104,6 +107,16 @@ class RecordFile:
         else:
             self._is_failing = False
         return is_full
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a record, each with its number.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        yield from enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1)
 
 
 def _read(path: Path) -> bytes:
