@@ -14,6 +14,7 @@ optimization, so the file says which it was.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
     took part.
     """
     return {
-        "command": " ".join(["python", *_script(), *sys.argv[1:]]),
+        "command": command_of(["python", *_script(), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": [round(each, 2) for each in os.getloadavg()],
         "commit": commit(),
@@ -47,6 +48,26 @@ def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
         "python_build": python_build(),
         **({"versions": dict(versions)} if versions is not None else {}),
     }
+
+
+PATH = re.compile(r"(?<![\w/.~-])(?:(?:\.\./)+|~?/(?!/))[^\s,=@]*")
+"""A path that begins at the root, at home or above this folder: in a word, behind `=`, `@` or a comma."""
+
+
+def command_of(words: Sequence[str]) -> str:
+    """A command without the places of one machine: a path outside the repository is its last part, one in it
+    begins at its root, and the file of figures is its name.
+    """
+    shown: list[str] = []
+    for word, before in zip(words, ("", *words), strict=False):
+        is_file = before in ("--json", "--out")
+        shown.append(Path(word).name if is_file else PATH.sub(_shown, word))
+    return " ".join(shown)
+
+
+def _shown(path: re.Match[str]) -> str:
+    whole = Path(os.path.abspath(Path(path[0]).expanduser()))
+    return str(whole.relative_to(REPOSITORY)) if whole.is_relative_to(REPOSITORY) else whole.name
 
 
 def _script() -> tuple[str, ...]:
@@ -185,24 +206,52 @@ def write_result(
 def extend_result(path: Path | None, result: Mapping[str, Any]) -> None:
     """Add to what earlier calls of the same bench wrote there: a question in parts of some minutes each.
 
-    `earlier_parts` says how the others were measured.
+    `earlier_parts` says how the others were measured, and which of the file's figures each of them gave
+    (`gave`). A figure is replaced whole; a part of which nothing is left is gone.
     """
     if path is None:
         return
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    parts: list[Any] = before.pop("earlier_parts", [])
-    if "measured" in before:
-        earlier = before.pop("measured")
-        parts.append({name: earlier[name] for name in ("command", "date", "commit")})
-    write_result(path, {**({"earlier_parts": parts} if parts else {}), **_merged(before, result)})
+    parts: list[dict[str, Any]] = before.pop("earlier_parts", [])
+    last = before.pop("measured", None)
+    old, new = figures(before), figures(json.loads(json.dumps(result)))
+    if last is not None:
+        gave = _names(old).difference(*(part["gave"] for part in parts))
+        parts.append({name: last[name] for name in ("command", "date", "commit")} | {"gave": sorted(gave)})
+    kept = {at: figure for at, figure in old.items() if not any(_overlap(at, other) for other in new)}
+    parts = [part | {"gave": sorted(_names(kept).intersection(part["gave"]))} for part in parts]
+    earlier = [part for part in parts if part["gave"]]
+    write_result(path, {**({"earlier_parts": earlier} if earlier else {}), **_nested({**kept, **new})})
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested objects are merged, and anything else is replaced."""
-    found = {**old, **new}
-    for name in old.keys() & new.keys():
-        if isinstance(old[name], dict) and isinstance(new[name], dict):
-            found[name] = _merged(old[name], new[name])
+Place = tuple[str, ...]
+
+
+def figures(found: Mapping[str, Any], at: Place = ()) -> dict[Place, Any]:
+    """The figures of a result by where they stand: objects that hold only objects are headings."""
+    flat: dict[Place, Any] = {}
+    for name, value in found.items():
+        is_heading = isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+        flat |= figures(value, (*at, name)) if is_heading and value else {(*at, name): value}
+    return flat
+
+
+def _names(flat: Mapping[Place, Any]) -> set[str]:
+    return {" / ".join(at) for at in flat}
+
+
+def _overlap(one: Place, other: Place) -> bool:
+    """Whether one of them is the other, or stands in it."""
+    return all(mine == theirs for mine, theirs in zip(one, other, strict=False))
+
+
+def _nested(flat: Mapping[Place, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for at, value in flat.items():
+        inner = found
+        for name in at[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[at[-1]] = value
     return found
 
 

@@ -23,13 +23,7 @@ class Process:
 
     def pids(self) -> list[int]:
         """It and its descendants: a gateway may be several processes."""
-        found, todo = [], [self.child.pid]
-        while todo:
-            pid = todo.pop()
-            found.append(pid)
-            for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                todo += [int(word) for word in task.read_text().split()]
-        return found
+        return family(self.child.pid)
 
     def cpu_s(self) -> float:
         """User and system time of all of it."""
@@ -58,6 +52,16 @@ class Process:
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        for task in Path(f"/proc/{found[-1]}/task").glob("*/children"):
+            todo += [int(word) for word in task.read_text().split()]
+    return found
 
 
 def build(into: Path) -> None:

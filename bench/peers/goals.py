@@ -58,10 +58,10 @@ def _waiting() -> list[Goal]:
 def _footprint() -> list[Goal]:
     return [
         goal
-        for model in ("28m", "494m")
+        for model, start_s in (("28m", 5.0), ("494m", 3.0))
         for goal in (
-            Goal(model=model, title=READY.title, ours="ours bf16", at_most=5.0),
-            Goal(model=model, title=LOADED.title, ours="ours bf16", at_most=5.0),
+            Goal(model=model, title=READY.title, ours="ours bf16", at_most=start_s),
+            Goal(model=model, title=LOADED.title, ours="ours bf16", at_most=start_s),
             Goal(model=model, title=MEMORY.title, ours="ours bf16", peers=VLLM, at_least=2.0),
         )
     ]

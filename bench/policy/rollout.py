@@ -15,6 +15,7 @@ that is there already is added to, so that the versions may be tried in parts.
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,6 +53,14 @@ class Ended:
     session: str
     end_ns: int
     seen: Observation
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """The requests of so many simulated seconds."""
+
+    seconds: float
+    requests: list[Ended]
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,12 +145,19 @@ def with_noise(requests: Sequence[Ended], noise: Noise) -> list[Ended]:
 
 
 def kept(path: Path | None, seconds: float) -> list[Ended]:
-    """The run, from the file that an earlier call left, if it is there."""
+    """The run, from the file that an earlier call left, if it is there.
+
+    Raises:
+        SystemExit: the file has a run of another length.
+    """
     if path is not None and path.exists():
-        return msgspec.msgpack.decode(path.read_bytes(), type=list[Ended])
+        run = msgspec.msgpack.decode(path.read_bytes(), type=Run)
+        if run.seconds != seconds:
+            sys.exit(f"{path} has {run.seconds / 3600:g} hours of requests: give --hours, or another file")
+        return run.requests
     requests = recorded(seconds)
     if path is not None:
-        path.write_bytes(msgspec.msgpack.encode(requests))
+        path.write_bytes(msgspec.msgpack.encode(Run(seconds, requests)))
     return requests
 
 
@@ -238,6 +254,14 @@ def main() -> None:
     print(f"noise: {noise.tpot:.3f} of times per token, {noise.prefill:.3f} of prefill", flush=True)
     requests = with_noise(kept(args.keep, args.hours * 3600), noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
+    fit = {"fitted_to": args.fit.name} if args.fit is not None else {}
+    setting = {
+        "trials": args.trials,
+        "hours": args.hours,
+        "requests": len(requests),
+        "noise": asdict(noise),
+        **fit,
+    }
     table: dict[str, object] = {}
     for name in VERSIONS:
         if args.only and name not in args.only:
@@ -254,11 +278,9 @@ def main() -> None:
             "minutes_to_the_verdict": round(median(verdicts), 1) if verdicts else None,
             "because_of": dict(Counter(each.why.partition(" +")[0].partition(" -")[0] for each in back)),
         }
-        table[name] = row
+        table[name] = {**setting, **row}
         print(f"{name:>24}: {row}", flush=True)
-    fit = {"fitted_to": args.fit.name} if args.fit is not None else {}
-    setting = {"trials": args.trials, "noise": asdict(noise), **fit, "requests": len(requests)}
-    extend_result(args.json, {**setting, "versions": table})
+    extend_result(args.json, {"versions": table})
 
 
 if __name__ == "__main__":

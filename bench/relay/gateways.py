@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import installed
+from bench.harness import REPOSITORY, installed
 
 HERE = Path(__file__).parent
 PACKAGES = {
@@ -112,14 +112,14 @@ def command_of(gateway: str, place: Place) -> list[str]:
     A name like "penstock-ledger+access" is ours with these features off; "penstock.http" is ours in front of
     the upstream, as the others are, and "penstock.http.two" the same in two processes.
     """
+    kind, _, python = gateway.partition("@")  # First: a path may have a dash.
+    if kind in OVER_HTTP:
+        written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
+        found = f"PYTHONPATH={REPOSITORY}:{sysconfig.get_paths()['purelib']}"
+        return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
     kind, _, off = gateway.partition("-")
     if kind == "penstock":
         return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
-    kind, _, python = kind.partition("@")
-    if kind in OVER_HTTP:
-        written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
-        found = f"PYTHONPATH={Path.cwd()}:{sysconfig.get_paths()['purelib']}"
-        return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
     url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
     listen = ["--host", "127.0.0.1", "--port", str(place.port)]
     routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]

@@ -1,5 +1,7 @@
 """The policy gate: fixed scenarios on fixed seeds, held against the recorded baseline.
 
+Three seeds; of those that take longest (`HEAVY`) two.
+
     python -m bench.sim.gate                       what `make simulate` runs: fails when something got worse
     python -m bench.sim.gate --quick               six scenarios, one seed, seconds: what the test suite runs
     python -m bench.sim.gate --update              record a new baseline (say why in the commit)

@@ -22,10 +22,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bench.harness import REPOSITORY, command_line, extend_result
-from bench.sockets.rollout_noise import ADMIN, Server, free_port
+from bench.process import family, free_port
+from bench.sockets.rollout_noise import ADMIN, Server
 
 KEY, CELL_KEY = f"{ADMIN}0", "the-key-of-all-cells"
 PATIENCE_S = 150.0
@@ -50,7 +51,7 @@ def until(happened: Callable[[], object], what: str) -> float:
 
 
 class Load:
-    """`penstock bench` at a server."""
+    """`penstock bench` at a server, for as long as its block lasts at most."""
 
     def __init__(self, server: Server, place: Path, *, callers: int, seconds: float) -> None:
         self._report = place / f"bench-{time.monotonic_ns()}.json"
@@ -60,6 +61,13 @@ class Load:
             "--output-tokens", "48", "--prompt-tokens", "64", "--json", str(self._report),
         ]  # fmt: skip
         self._child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._child:  # Which closes its pipe and waits.
+            self._child.kill()
 
     @property
     def is_over(self) -> bool:
@@ -104,16 +112,16 @@ def scale(place: Path) -> dict[str, Any]:
         def ready() -> int:
             return admin(server, "/scale?model=river")["ready"]
 
-        load = Load(server, place, callers=12, seconds=45)
-        command(server, "scale", "river", "--to", "3", "--for", "10m")
-        out_s = until(lambda: ready() == 3, "three workers")
-        command(server, "scale", "river", "--to", "1", "--for", "10m")
-        in_s = until(lambda: len(admin(server, "/admin/workers")["workers"]) == 1, "one worker again")
-        assert not load.is_over, "the load goes on"
-        return {
-            "seconds_until_three_are_ready": out_s, "seconds_until_two_have_left": in_s,
-            "load": load.ended(),
-        }  # fmt: skip
+        with Load(server, place, callers=12, seconds=45) as load:
+            command(server, "scale", "river", "--to", "3", "--for", "10m")
+            out_s = until(lambda: ready() == 3, "three workers")
+            command(server, "scale", "river", "--to", "1", "--for", "10m")
+            in_s = until(lambda: len(admin(server, "/admin/workers")["workers"]) == 1, "one worker again")
+            assert not load.is_over, "the load goes on"
+            return {
+                "seconds_until_three_are_ready": out_s, "seconds_until_two_have_left": in_s,
+                "load": load.ended(),
+            }  # fmt: skip
     finally:
         server.close()
 
@@ -138,30 +146,21 @@ def versions(place: Path) -> dict[str, Any]:
 
 def tried(server: Server, place: Path, version: int, expected: str) -> dict[str, Any]:
     """One rollout, from its order to its end."""
-    load = Load(server, place, callers=4, seconds=75)
-    order = ["start", f"river@{version}", "--steps", "50", "--requests", "30", "--warm-up", "5"]
-    command(server, "rollout", *order, "--step-minutes", "0.1", "--promote")
 
     def latest() -> dict[str, Any]:
         return admin(server, "/admin/rollouts?model=river")["rollouts"][0]
 
-    try:
-        took_s = until(lambda: latest()["state"] != "running", "the rollout ends")
-    except TimeoutError:
-        raise RuntimeError(latest()) from None
-    found, figures = latest(), load.ended()
+    order = ["start", f"river@{version}", "--steps", "50", "--requests", "30", "--warm-up", "5"]
+    with Load(server, place, callers=4, seconds=75) as load:
+        command(server, "rollout", *order, "--step-minutes", "0.1", "--promote")
+        try:
+            took_s = until(lambda: latest()["state"] != "running", "the rollout ends")
+        except TimeoutError:
+            raise RuntimeError(latest()) from None
+        found, figures = latest(), load.ended()
     if found["state"] != expected:
         raise RuntimeError(f"{found['state']}: {found['why']}")
     return {"state": found["state"], "why": found["why"], "seconds": took_s, "load": figures}
-
-
-def descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return [*children, *(each for child in children for each in descendants(child))]
 
 
 @contextlib.contextmanager
@@ -190,18 +189,18 @@ def ready_at(server: Server) -> set[str]:
 def cells(place: Path) -> dict[str, Any]:
     with three_cells(place) as servers:
         east, north = servers["east"], servers["north"]
-        load = Load(east, place, callers=16, seconds=30)
 
         def num_guests() -> int:
             running = admin(east, "/admin/requests")["requests"]
             return sum(each["worker"] == "cell:north/river" for each in running)
 
-        until(lambda: num_guests() >= 2, "north helps east")
-        for pid in (north.child.pid, *descendants(north.child.pid)):
-            os.kill(pid, signal.SIGKILL)
-        missed_s = until(lambda: "cell:north/river" not in ready_at(east), "north is missed")
-        assert not load.is_over, "the load goes on"
-        return {"seconds_until_it_is_missed": missed_s, "load": load.ended()}
+        with Load(east, place, callers=16, seconds=30) as load:
+            until(lambda: num_guests() >= 2, "north helps east")
+            for pid in family(north.child.pid):
+                os.kill(pid, signal.SIGKILL)
+            missed_s = until(lambda: "cell:north/river" not in ready_at(east), "north is missed")
+            assert not load.is_over, "the load goes on"
+            return {"seconds_until_it_is_missed": missed_s, "load": load.ended()}
 
 
 PARTS = {"scale": scale, "versions": versions, "cells": cells}

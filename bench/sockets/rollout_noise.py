@@ -12,7 +12,6 @@ a processor is shared (`--model penstock-demo-mini`) it measures these.
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.harness import command_line, write_result
+from bench.process import free_port
 from penstock.rng import stream
 
 START_S = 90.0
@@ -41,12 +41,6 @@ def question(number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Server:
     """`penstock serve` in a folder of its own, as a user starts it."""
 
@@ -61,6 +55,8 @@ class Server:
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self.child.poll() is not None or time.monotonic() > deadline:
+                self.child.kill()
+                self.child.wait()
                 raise RuntimeError((place / "log").read_text()[-400:])
             time.sleep(0.2)
 

@@ -19,7 +19,14 @@ from penstock.engine.loader import holds_head, load_head, load_weights, random_w
 from penstock.engine.memory import block_bytes_of
 from penstock.engine.sampler import sampler_of
 from penstock.engine.speculation import Proposer
-from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
+from penstock.engine.step_model import (
+    Computing,
+    StepModel,
+    choose_computing,
+    layer_shapes,
+    reserved_bytes,
+    wire_model,
+)
 from penstock.engine.weights import Weights
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.config import CONFIG_FILE
@@ -189,7 +196,8 @@ def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec
     )
     running = resolve_max_running(config.max_running, config.step_tokens)
     sizes = limits.step_tokens, limits.max_model_len, running, limits.max_samples
-    widened = computing.products.itemsize // dtype.itemsize - 1 if computing.native is None else 0
+    # Its own matrix takes an embedding and a state to one state.
+    matrices = 2 * head.hidden_size**2 + sum(n * k for n, k in layer_shapes(head))
     return PlannedHead(
         spec=head,
         computing=computing,
@@ -197,18 +205,11 @@ def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec
         table=table,
         limits=limits,
         num_bytes=weights.num_bytes_left
-        + widened * _linear_numbers(head) * dtype.itemsize
+        + (computing.products.itemsize - dtype.itemsize) * matrices
         + table_bytes
         + head_buffer_bytes(head, sizes, dtype.itemsize),
         block_bytes=block_bytes_of(config, head, dtype.itemsize),
     )
-
-
-def _linear_numbers(head: DecoderSpec) -> int:
-    """Of the matrices of a head."""
-    hidden, inner = head.hidden_size, head.intermediate_size
-    attention = hidden * (2 * head.q_size + 2 * head.kv_size)
-    return 2 * hidden * hidden + attention + 3 * hidden * inner
 
 
 def _target_weights(target: Path, spec: DecoderSpec, dtype: torch.dtype) -> Weights:

@@ -290,7 +290,7 @@ def _beside_bytes(spec: DecoderSpec, limits: DecoderLimits, *, itemsize: int, na
     return rotation + logits + widened * (4 - itemsize)
 
 
-def _layer_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
+def layer_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
     """Of a layer's matrices, outputs first; a router is as good as nothing."""
     inner, experts = spec.intermediate_size, 1 if spec.moe is None else spec.moe.num_experts
     shapes = [(spec.q_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.q_size)]
@@ -299,7 +299,7 @@ def _layer_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
 
 def _widened_bytes(spec: DecoderSpec, more: int) -> int:
     """Bytes that the matrices take more in a type with so many more bytes per number."""
-    layer = sum(n * k for n, k in _layer_shapes(spec))
+    layer = sum(n * k for n, k in layer_shapes(spec))
     head = 0 if spec.embeds else spec.vocab_size * spec.hidden_size
     return more * (spec.num_layers * layer + head)
 
@@ -314,7 +314,7 @@ def _rounded_bytes(spec: DecoderSpec, num_bytes: int, *, itemsize: int, bits: in
         bits: 8 or 4, of the layers' weights.
         int8_head: the head is rounded to eight bits; the table that tokens are looked up in never is.
     """
-    for n, k in _layer_shapes(spec):
+    for n, k in layer_shapes(spec):
         group = next((group for group in KEPT_GROUPS if k % group == 0), KEPT_GROUPS[-1])
         kept = n * k + 8 * n if bits == 8 else n * k // 2 + 4 * n * -(-k // group)
         num_bytes += spec.num_layers * (kept - n * k * itemsize)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.telemetry.log import Log
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
 RECORD_BYTES_MAX = 8 * 1024 * 1024
+LINE_BYTES_MAX = 4 * 1024 * 1024
 PENDING_MAX = 2000
 
 
@@ -82,7 +84,10 @@ class RecordFile:
         """Write down what was added, and say whether the next line begins a new file. Blocks on the disk;
         trouble is said once.
         """
-        lines = [self._pending.popleft() for _ in range(len(self._pending))]
+        lines = list[bytes]()
+        with contextlib.suppress(IndexError):  # Of two threads that write, neither knows how many are left.
+            while True:
+                lines.append(self._pending.popleft())
         if self._path is None or not lines:
             return False
         is_full = False
@@ -91,9 +96,10 @@ class RecordFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
                 file.write(b"\n".join(lines) + b"\n")
-                is_full = file.tell() > RECORD_BYTES_MAX
-            if is_full:
+                num_bytes = file.tell()
+            if num_bytes > RECORD_BYTES_MAX:
                 self._path.replace(self._path.with_suffix(".1.jsonl"))
+                is_full = True
         except OSError as error:
             if not self._is_failing:
                 self._log.warning(f"decisions about {self._about} cannot be written down", error=error)
@@ -101,6 +107,16 @@ class RecordFile:
         else:
             self._is_failing = False
         return is_full
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a record, each with its number.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        yield from enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1)
 
 
 def _read(path: Path) -> bytes:

@@ -4,8 +4,9 @@ gateways who gets which version, and keeps all of it in a file.
 One for each server: in the gateway that is alone, or in the parent of several gateway processes. Of servers
 that share a store one decides (leadership.py): the others tell it what became of their requests, pass their
 orders on, and deal as it says. While nobody can be sure to lead, versions stay as they are dealt. Each
-decision is in the audit trail, with its figures, and in a file from which it can be made again. A version
-that has gone from the configuration while the server was down ends its rollout: the old version serves on.
+decision that the evidence made is in the audit trail and, with that evidence, in a file from which it can be
+made again; orders are in the audit trail alone. So is the end of a rollout of a version that has gone from
+the configuration while the server was down: the old version serves on.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import msgspec
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import InvalidRequest, NotFound
-from penstock.fleet.kept_file import KeptFile, RecordFile
+from penstock.fleet.kept_file import KeptFile, RecordFile, lines_of
 from penstock.fleet.leadership import MESSAGES_MAX, Leadership
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, bucket_of
 from penstock.policy.rollout.dealing import ActiveRollout, active_of
@@ -35,7 +36,6 @@ JUDGE_S = 1.0
 KEPT_MAX = 100
 """Rollouts; of more the oldest are forgotten, but of each model the latest is kept: it says what serves."""
 PART = "rollouts"
-LINE_BYTES_MAX = 4 * 1024 * 1024
 _UNTOLD_MAX = 20 * MESSAGES_MAX
 """Requests that the leading server is yet to hear of; of more the newest are left out."""
 
@@ -103,20 +103,20 @@ class RolloutDecision(msgspec.Struct, frozen=True, kw_only=True):
 _decisions = msgspec.json.Decoder(RolloutDecision)
 
 
-def replay(path: Path) -> Iterator[tuple[RolloutDecision, Rollout | None]]:
-    """Make every decision of a record again: where the rollout is then, if that differs; None: it does not.
+def replay(path: Path) -> Iterator[tuple[int, RolloutDecision, Rollout | None]]:
+    """Make every decision of a record again: its line, and where the rollout is then, if that differs; None:
+    it does not.
 
     Raises:
         OSError: it cannot be read.
         msgspec.DecodeError: a line is not of such a file.
     """
-    with path.open("rb") as file:
-        for text in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-            made = _decisions.decode(text)
-            again = _decisions.decode(text).before
-            again.judge(made.wall_ns)
-            same = (again.state, again.step, again.why) == (made.state, made.step, made.why)
-            yield made, None if same else again
+    for number, text in lines_of(path):
+        made = _decisions.decode(text)
+        again = copy(made.before)
+        again.judge(made.wall_ns)
+        same = (again.state, again.step, again.why) == (made.state, made.step, made.why)
+        yield number, made, None if same else again
 
 
 def rollouts_file(config: Config) -> Path | None:

@@ -13,12 +13,10 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.scale import ScaleConfig
-from penstock.fleet.kept_file import RecordFile
+from penstock.fleet.kept_file import RecordFile, lines_of
 from penstock.policy.capacity.autoscaler import Autoscaler, ScaleBudget, ScaleDecision, ScaleState
 from penstock.policy.capacity.signals import Override, Signals
 from penstock.telemetry.log import Log
-
-LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class TrailBegin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -46,7 +44,6 @@ _encode = msgspec.json.Encoder().encode
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A decision that comes out otherwise than it is on record."""
 
-    line: int
     recorded: ScaleDecision
     again: ScaleDecision
 
@@ -94,16 +91,15 @@ def replay(path: Path) -> Iterator[tuple[int, Difference | None]]:
         msgspec.DecodeError: a line is not of such a file.
     """
     scalers: dict[str, Autoscaler] = {}
-    with path.open("rb") as file:
-        for number, text in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
-            line = _lines.decode(text)
-            if isinstance(line, TrailBegin):
-                state = _states.decode(line.state)
-                scalers[line.model] = Autoscaler(line.model, line.scale, state)
-            elif (scaler := scalers.get(line.decision.model)) is not None:
-                again = scaler.decide(line.seen, line.budget)
-                same = again == line.decision
-                yield number, None if same else Difference(line=number, recorded=line.decision, again=again)
+    for number, text in lines_of(path):
+        line = _lines.decode(text)
+        if isinstance(line, TrailBegin):
+            state = _states.decode(line.state)
+            scalers[line.model] = Autoscaler(line.model, line.scale, state)
+        elif (scaler := scalers.get(line.decision.model)) is not None:
+            again = scaler.decide(line.seen, line.budget)
+            same = again == line.decision
+            yield number, None if same else Difference(recorded=line.decision, again=again)
 
 
 class ScaleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

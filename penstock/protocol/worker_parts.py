@@ -174,17 +174,6 @@ def sampling_problem(sampling: SamplingParams, vocab_size: int) -> tuple[str, st
     return next(_problems(sampling, vocab_size), None)
 
 
-def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether a request's logits are changed before a token is drawn from them."""
-    return (
-        sampling.repetition_penalty != 1
-        or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        or bool(sampling.logit_bias)
-        or sampling.min_tokens > 0
-        or bool(sampling.bad_words or sampling.allowed_token_ids)
-    )
-
-
 def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
     for name, (low, high) in _FLOATS.items():
         value: float = getattr(sampling, name)

@@ -607,3 +607,25 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
         assert (migrated.text, lost.text) == ("B", "A")
 
     run(check)
+
+
+def test_a_worker_that_does_not_read_gets_no_new_request_until_it_does_again() -> None:
+    """The transport says when more than one frame waits for it, and when that has left."""
+
+    async def check() -> None:
+        backend, requests = EngineBackend(byte_tokenizer(), ManualClock()), Requests()
+        link = WorkerLink(backend, HeartbeatTerms())
+        link.connection_made(FakeTransport())
+        link.data_received(encode(Ready(INFO)))
+        link.pause_writing()
+        with pytest.raises(WorkerUnavailable, match="does not read"):
+            backend.generate(requests.make(), Recorder())
+        link.resume_writing()
+        request, recorder = requests.make(), Recorder()
+        backend.generate(request, recorder)
+        link.data_received(encode(StepOutput(1, (Output(request.request_id, (65,), None, None),))))
+        assert recorder.text == "A"
+        link.abort()
+        link.connection_lost(None)
+
+    run(check)

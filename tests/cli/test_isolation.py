@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 BIG, SMALL = "sk-big-tenant-0000000001", "sk-small-tenant-00000002"
 CROWD = [f"sk-one-of-a-crowd-{number:07}" for number in range(24)]
 DEAF, LONG = 24, 2000
+ANSWER_S_MAX = 10.0
 
 
 def ours(rows: int) -> dict[str, object]:
@@ -42,8 +43,16 @@ def config(worker: dict[str, object]) -> str:
     )
 
 
-async def answer(port: int, key: str, number: int, max_tokens: int, deaf: asyncio.Event | None = None) -> str:
-    """The text of one streamed answer; with `deaf`, which is set then, nobody reads beyond its begin."""
+async def answer(
+    port: int,
+    key: str,
+    number: int,
+    max_tokens: int,
+    begun: asyncio.Event | None = None,
+    *,
+    is_deaf: bool = False,
+) -> str:
+    """The text of one streamed answer; `begun` is set at its first event. With `is_deaf` nobody reads on."""
     body = json.dumps(
         {
             "model": "tiny", "prompt": f"Story number {number}:", "max_tokens": max_tokens, "stream": True,
@@ -53,14 +62,15 @@ async def answer(port: int, key: str, number: int, max_tokens: int, deaf: asynci
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
     head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port))
-    if deaf is not None:  # Else the kernel would take all of it.
+    if is_deaf:  # Else the kernel would take all of it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
     try:
         writer.write((head + body).encode())
         data = await reader.readuntil(b"data: ")
-        if deaf is not None:
-            deaf.set()
+        if begun is not None:
+            begun.set()
+        if is_deaf:
             await asyncio.Event().wait()
         data += await reader.read()
     finally:
@@ -82,11 +92,18 @@ async def beside_a_flood(port: int, streams: int, tokens: int) -> None:
     assert texts[:2] == alone, "what yields its row continues with the same tokens"
 
 
-async def beside(port: int, tasks: list[asyncio.Task[str]]) -> None:
-    """Long streams of others run, and a tenant asks."""
+async def beside(port: int, keys: list[str], *, are_deaf: bool) -> None:
+    """Long streams of others run, one for each of the keys, and a tenant asks."""
+    begun = [asyncio.Event() for _ in keys]
+    tasks = [
+        asyncio.create_task(answer(port, key, i, LONG, begun[i], is_deaf=are_deaf))
+        for i, key in enumerate(keys)
+    ]
     try:
+        await asyncio.gather(*(each.wait() for each in begun))
         for number in range(4):
-            await answer(port, SMALL, number, 4)
+            async with asyncio.timeout(ANSWER_S_MAX):  # Deaf streams have no end that could be waited for.
+                await answer(port, SMALL, number, 4)
             assert not any(task.done() for task in tasks), "it waited for a whole stream"
     finally:
         for task in tasks:
@@ -96,14 +113,9 @@ async def beside(port: int, tasks: list[asyncio.Task[str]]) -> None:
 
 async def beside_everything(port: int, streams: int, tokens: int) -> None:
     await beside_a_flood(port, streams, tokens)
-    begun = [asyncio.Event() for _ in range(DEAF)]
-    tasks = [asyncio.create_task(answer(port, BIG, i, LONG, each)) for i, each in enumerate(begun)]
-    await asyncio.gather(*(each.wait() for each in begun))
-    await beside(port, tasks)
+    await beside(port, [BIG] * DEAF, are_deaf=True)
     if streams < len(CROWD):
-        tasks = [asyncio.create_task(answer(port, key, i, LONG)) for i, key in enumerate(CROWD)]
-        await asyncio.sleep(0.3)
-        await beside(port, tasks)
+        await beside(port, CROWD, are_deaf=False)
 
 
 Attack = Callable[[int], Coroutine[None, None, None]]

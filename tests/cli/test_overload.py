@@ -40,7 +40,8 @@ class Kept(OpenLoad):
             if response.status == 429:
                 return response
             if response.status == 200:
-                self.all[id(response)] = asked = Asked(overload.SENDERS[0], overload.KINDS[0], 0)
+                asked = Asked(overload.SENDERS[0], overload.KINDS[0], 0)
+                self.all[id(asked)] = asked
                 asked.status, asked.end_ns, asked.tokens = 200, 1, overload.KINDS[0].output_tokens
 
 

@@ -188,9 +188,12 @@ def test_its_decision_is_on_record_and_comes_out_the_same_again(
     changed.write_text(path.read_text().replace('"state":"rolled_back"', '"state":"promoted"'))
     assert main(["rollout", "replay", str(changed)]) == 1
     shown = capsys.readouterr().out
-    assert "river@2: on record promoted, step 1" in shown
+    assert "line 1: river@2: on record promoted, step 1" in shown
     assert "again rolled_back, step 1" in shown
     assert main(["rollout", "replay", str(slower.place / "config.yaml")]) == 2
+    capsys.readouterr()
+    assert main(["rollout", "replay"]) == 2
+    assert "replay needs a FILE" in capsys.readouterr().err
 
 
 def test_copies_find_a_slower_version_out_before_anybody_has_it(

@@ -195,6 +195,40 @@ def test_an_equal_version_goes_through_all_steps() -> None:
     assert found.share == BUCKETS
 
 
+def test_a_version_whose_canary_ends_no_more_requests_is_not_promoted_by_itself() -> None:
+    """As many as were wanted, before its workers went: nobody knows whether it could answer everybody."""
+    found = rollout(steps=(25.0, 50.0), step_s=30.0, promotes=True)
+    feed(found, 300)
+    found.judge(NS_PER_S)
+    assert found.judge(100 * NS_PER_S), "of a step that is not the last one nothing follows for everybody"
+    feed(found, 300, seed=1)
+    assert not found.judge(101 * NS_PER_S)
+    assert "certainty about" in found.why
+    before = msgspec.json.encode(found)
+    assert not found.judge(162 * NS_PER_S)
+    assert (found.state, found.why) == (RolloutState.RUNNING, "requests of the canary; none for 61 s")
+    again = msgspec.json.decode(before, type=Rollout)
+    again.judge(162 * NS_PER_S)
+    assert again.why == found.why, "what is on record says it, too"
+    again.judge(163 * NS_PER_S)
+    feed(again, 1, seed=2)
+    assert again.judge(164 * NS_PER_S)
+    assert again.state is RolloutState.PROMOTED
+
+
+def test_a_quiet_minute_in_the_middle_is_no_quiet_end() -> None:
+    found = rollout(steps=(50.0,), step_s=120.0, promotes=True)
+    feed(found, 300)
+    found.judge(NS_PER_S)
+    found.judge(100 * NS_PER_S)
+    assert found.why == "requests of the canary; none for 99 s"
+    feed(found, 1, seed=1)
+    found.judge(101 * NS_PER_S)
+    assert "certainty about" in found.why
+    assert found.judge(121 * NS_PER_S)
+    assert found.state is RolloutState.PROMOTED
+
+
 def test_an_operator_promotes_what_is_ready() -> None:
     found = rollout(steps=(50.0,), step_s=10.0)
     walk(found, 60)

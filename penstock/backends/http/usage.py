@@ -1,6 +1,8 @@
-"""How many tokens an answer had: what a worker that is not ours reports, and what was counted here. Pure.
+"""How many tokens an answer had: what a worker that is not ours reports, and what was counted here; and which
+of the tokens that came belong to it at all. Pure.
 
-backends/http/stream.py says which count is believed.
+Everything here is for backends/http/stream.py, which says which count is believed, and ends the answer where
+`within` finds its end.
 """
 
 from typing import NamedTuple

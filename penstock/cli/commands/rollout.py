@@ -2,15 +2,16 @@
 
 import argparse
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 from rich.text import Text
 
 from penstock.cli import console
 from penstock.cli.commands.remote import add_admin_flags, connect_admin
 from penstock.cli.console import Column, Fitted, Row
 from penstock.cli.flags import Commands, Help
+from penstock.cli.replayed import show_replay
 from penstock.errors import ConfigError
 from penstock.fleet.rollouts import RolloutReport, RolloutReports, replay
 from penstock.policy.rollout.evidence import Reading
@@ -84,7 +85,9 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock rollout`."""
     if args.verb == "replay":
-        return _replay(Path(args.model))
+        if not args.model:
+            raise ConfigError("penstock rollout replay needs a FILE")
+        return show_replay(f"penstock rollout replay: {args.model}", _replayed(Path(args.model)))
     return asyncio.run(_run(args))
 
 
@@ -106,26 +109,14 @@ async def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _replay(path: Path) -> int:
-    """Make every decision of a file again.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
-    count, others, out = 0, 0, console.out()
-    try:
-        for made, again in replay(path):
-            count += 1
-            if again is not None:
-                others += 1
-                now = f"{again.state.value}, step {again.step + 1}: {again.why}"
-                said = f"on record {made.state.value}, step {made.step + 1}: {made.why}; again {now}"
-                out.print(f"{made.before.plan.candidate}: {said}", markup=False, soft_wrap=True)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"penstock rollout replay: {path}: {error}") from error
-    same = "all the same" if not others else f"{others} come out otherwise"
-    out.print(f"{count} decisions made again: {same}", markup=False)
-    return 1 if others else 0
+def _replayed(path: Path) -> Iterator[tuple[int, str]]:
+    for number, made, again in replay(path):
+        difference = ""
+        if again is not None:
+            now = f"{again.state.value}, step {again.step + 1}: {again.why}"
+            said = f"on record {made.state.value}, step {made.step + 1}: {made.why}; again {now}"
+            difference = f"{made.before.plan.candidate}: {said}"
+        yield number, difference
 
 
 def _plan(args: argparse.Namespace) -> RolloutPlan:

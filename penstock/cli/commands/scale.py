@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from penstock.cli import console
 from penstock.cli.commands.remote import add_admin_flags, connect_admin
 from penstock.cli.console import Column, Fitted, Row
 from penstock.cli.flags import Commands, Help, duration
+from penstock.cli.replayed import show_replay
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
 from penstock.fleet.scale_report import ScaleOrder, ScaleReport, replay
@@ -62,7 +64,9 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock scale`."""
-    return _replay(args.replay) if args.replay is not None else asyncio.run(_run(args))
+    if args.replay is not None:
+        return show_replay(f"--replay: {args.replay}", _replayed(args.replay))
+    return asyncio.run(_run(args))
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -153,26 +157,7 @@ def _time(wall_ns: int) -> str:
     return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _replay(path: Path) -> int:
-    """Make every decision of a file again.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
-    count, out = 0, console.out()
-    others = list[str]()
-    try:
-        for _, difference in replay(path):
-            count += 1
-            if difference is not None:
-                others.append(
-                    f"line {difference.line}: on record {_words(difference.recorded)}; "
-                    f"again {_words(difference.again)}"
-                )
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--replay: {path}: {error}") from error
-    for line in others[:20]:
-        out.print(line, markup=False, soft_wrap=True)
-    same = "all the same" if not others else f"{len(others)} come out otherwise"
-    out.print(f"{count} decisions made again: {same}", markup=False)
-    return 1 if others else 0
+def _replayed(path: Path) -> Iterator[tuple[int, str]]:
+    for number, found in replay(path):
+        same = found is None
+        yield number, "" if same else f"on record {_words(found.recorded)}; again {_words(found.again)}"

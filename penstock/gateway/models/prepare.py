@@ -204,6 +204,7 @@ async def render(
             f"'chat_template_kwargs' may not set '{taken[0]}'.", param="chat_template_kwargs"
         )
 
+    # A message of one text, as most are, costs no call.
     shown = [text_only(each) if isinstance(each.content, list) else each for each in messages]
 
     def work(may_block: bool) -> tuple[int, ...]:

@@ -7,7 +7,8 @@
 
 A step ends as soon as every metric is surely fine, or when its time is over, if nothing looks worse by then
 and enough requests have ended; else it continues, and says what it waits for. A metric that is worse ends the
-rollout at once, in any step.
+rollout at once, in any step. A version whose canary ends no more requests is not promoted by itself: its
+workers may be gone, and then the baseline answers those conversations.
 
 With shadow traffic there is a step before the first one: nobody has the new version, and it gets copies of
 requests that the old one answers. Both answers count, as those of a canary and a control cohort do.
@@ -17,6 +18,7 @@ import enum
 
 import msgspec
 
+from penstock.clock import NS_PER_S
 from penstock.policy.rollout.cohorts import BUCKETS
 from penstock.policy.rollout.evidence import Evidence, Observation, Reading, RolloutMetric, RolloutVerdict
 
@@ -24,6 +26,8 @@ STEPS_MAX = 20
 SHADOW_STEP = -1
 STEP_S_MAX = 7 * 24 * 3600.0
 TENANTS_MAX = 1000
+IDLE_S_MAX = 60.0
+"""A canary that ended no request for longer is not promoted by itself."""
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +104,10 @@ class Rollout(msgspec.Struct, kw_only=True):
     evidence: Evidence = msgspec.field(default_factory=Evidence)
     before: tuple[int, int] = (0, 0)
     """Requests of canary and control before this step."""
+    canary_requests: int = 0
+    """Of the canary, when it was judged last."""
+    canary_ended_ns: int = 0
+    """When it was first judged with so many."""
 
     @classmethod
     def begin(cls, rollout_id: str, plan: RolloutPlan, baseline: str, now_ns: int) -> "Rollout":
@@ -143,9 +151,11 @@ class Rollout(msgspec.Struct, kw_only=True):
         return [self.evidence.read(metric) for metric in self.evidence.metrics]
 
     def judge(self, now_ns: int) -> bool:
-        """Decide what can be decided; whether anything has changed but `why`."""
+        """Decide what can be decided; whether the state or the step is another one now."""
         if not self.is_live:
             return False
+        if (num_requests := self.evidence.requests(canary=True)) > self.canary_requests:
+            self.canary_requests, self.canary_ended_ns = num_requests, now_ns
         if why := self.evidence.hard_stop():
             self._end(RolloutState.ROLLED_BACK, why)
             return True
@@ -188,9 +198,12 @@ class Rollout(msgspec.Struct, kw_only=True):
             return f"{wanted} requests that the candidate had rows to spare for; there were {canary}"
         if min(canary, control) < wanted:
             return f"{wanted} requests of each cohort; the canary has {canary}, control {control}"
+        idle_s = (now_ns - self.canary_ended_ns) / NS_PER_S
+        if self.plan.promotes and self.step + 1 == len(self.plan.steps) and idle_s > IDLE_S_MAX:
+            return f"requests of the canary; none for {idle_s:.0f} s"
         if all(each.verdict is RolloutVerdict.FINE for each in readings):
             return ""
-        left_s = self.plan.step_s - (now_ns - self.step_began_ns) / 1e9
+        left_s = self.plan.step_s - (now_ns - self.step_began_ns) / NS_PER_S
         unsure = ", ".join(each.metric for each in readings if each.verdict is not RolloutVerdict.FINE)
         if left_s > 0:
             return f"certainty about {unsure}, for {left_s:.0f} s at most"
