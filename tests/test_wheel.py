@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -175,5 +176,5 @@ def serving(environment: dict[str, str], directory: Path) -> Iterator[tuple[str,
         assert key
         yield url[1], key[1], out.read_text
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
         assert server.wait(PATIENCE_S) == 0

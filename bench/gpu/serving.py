@@ -5,6 +5,7 @@ Shapes with random weights give speed; the trained demo model gives answers, whi
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -193,5 +194,5 @@ def served(settings: str) -> Iterator[Server]:
             assert server.url, "the server ended before it was ready"
             yield server
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
             process.communicate(timeout=60)

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.wiring.handover import Handover, Takeover
 from penstock.cli.wiring.serving import Serving
+from penstock.cli.wiring.signals import StopSignals
 from penstock.cli.wiring.state import load_key, save_key
 from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
@@ -81,7 +82,7 @@ def listener() -> Iterator[socket.socket]:
 async def key_of(server: Serving, stack: StandInStack) -> str:
     """The key in the file while the server serves; then it stops."""
     address = stack.listeners[0].getsockname()
-    running = asyncio.create_task(server.run())
+    running = asyncio.create_task(server.run(StopSignals()))
     serves = asyncio.create_task(stack.serves.wait())
     await asyncio.wait([running, serves], return_when=asyncio.FIRST_COMPLETED)
     serves.cancel()
@@ -150,10 +151,10 @@ def test_a_server_that_was_taken_over_leaves_the_next_ones_key(
 ) -> None:
     async def main() -> None:
         old, following = StandInStack(listener), StandInStack(listener)
-        running = asyncio.create_task(serving(old).run())
+        running = asyncio.create_task(serving(old).run(StopSignals()))
         await old.serves.wait()
         key = load_key(*listener.getsockname())
-        next_server = asyncio.create_task(serving(following, takes_over=True).run())
+        next_server = asyncio.create_task(serving(following, takes_over=True).run(StopSignals()))
         assert await running == 0
         await following.serves.wait()
         assert load_key(*listener.getsockname()) == key != ""

@@ -38,8 +38,8 @@ class Core:
     def use_idle_time(self):
         return False
 
-    def drain(self):
-        pass
+    def take_mail(self, mail):
+        assert isinstance(mail, DrainAsked)
 
     def step(self):
         time.sleep(0.01)
