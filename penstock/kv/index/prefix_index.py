@@ -485,9 +485,11 @@ class PrefixIndex:
         low_bits = self._low_bits
         for key in keys:
             shard = shards[key & low_bits]
-            # As a rule no other worker has it: it is taken out at once. Else it comes back, as a young one.
-            if (mask := shard.pop(key, bit)) is not bit and mask != bit:
-                shard[key] = mask & ~bit
+            mask = shard.get(key, 0)
+            if mask is bit or mask == bit:  # As a rule: no other worker has it.
+                del shard[key]
+            elif mask & bit:
+                shard[key] = mask ^ bit
 
 
 def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:
