@@ -12,65 +12,24 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.harness import REPOSITORY
+from bench.process import Served
 from penstock import rng
 
-REPOSITORY = Path(__file__).parents[2]
 OUT = REPOSITORY / "bench" / "out"
-START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 60
 PENSTOCK = (sys.executable, "-m", "penstock")
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A running server."""
-
-    url: str
-    key: str
-    ready_s: float
-
-
-@contextlib.contextmanager
-def serving(flags: list[str]) -> Iterator[Served]:
-    """`penstock serve` on a free port, stopped the way people stop it."""
-    key = rng.fresh_token()
-    log = (OUT / "serve.log").open("w")
-    process = subprocess.Popen(
-        [*PENSTOCK, "serve", *flags, "--port", "0", "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        # Its ledger is not the user's.
-        env={**os.environ, "PENSTOCK_API_KEY": key, "PENSTOCK_STATE_DIR": str((OUT / "state").absolute())},
-    )
-    assert process.stdout is not None
-    try:
-        url = ready = None
-        for line in process.stdout:  # Ends when the server does.
-            ready = re.search(r"ready after ([\d.]+) s", line) or ready
-            url = re.search(r"API +(\S+)", line) or url
-            if "Ctrl-C drains" in line:
-                break
-        if not url or not ready:
-            sys.exit(f"the server did not start; see {log.name}\n{Path(log.name).read_text()}")
-        yield Served(url[1], key, float(ready[1]))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_TIMEOUT_S)
-        log.close()
 
 
 @contextlib.contextmanager
@@ -114,9 +73,9 @@ def relay_cost(path: Path) -> dict | None:
     return json.loads(done.stdout)
 
 
-def summary(served: Served, report: dict, client: dict) -> None:
+def summary(ready_s: float, report: dict, client: dict) -> None:
     """Tables for people."""
-    table = Table(title=f"{report['model']}, ready after {served.ready_s:.1f} s", title_justify="left")
+    table = Table(title=f"{report['model']}, ready after {ready_s:.1f} s", title_justify="left")
     table.add_column("load")
     for name in ("output tok/s", "req/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed"):
         table.add_column(name, justify="right")
@@ -175,14 +134,16 @@ def main() -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     flags = ["--concurrency", args.concurrency, "--seed", args.seed]
     flags += ["--requests", args.requests] if args.requests else ["--duration", args.duration]
-    with serving(args.serve) as served:
-        report = measure(served.url, served.key, OUT / f"serve-{stamp}.json", flags)
+    key, place = rng.fresh_token(), OUT / "serve"
+    with Served(place, "", command=(*PENSTOCK, "serve", *args.serve), PENSTOCK_API_KEY=key) as served:
+        url = f"http://127.0.0.1:{served.port}/v1"
+        report = measure(url, key, OUT / f"serve-{stamp}.json", flags)
     with scripted() as url:
         alone = ["--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed]
         client = measure(url, "", OUT / f"client-{stamp}.json", alone)
     relay = None if args.skip_relay else relay_cost(OUT / f"relay-{stamp}.json")
     console.print()
-    summary(served, report, client)
+    summary(served.ready_s, report, client)
     if relay is not None:
         relay_summary(relay)
     console.print(f"JSON: {OUT}/*-{stamp}.json", style="dim")
