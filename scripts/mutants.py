@@ -272,7 +272,6 @@ def forks(
             "-p",
             "mutant_forks",
             "--capture=no",
-            f"--basetemp={environ['TMPDIR']}/tmp",
             *files,
         ]
         process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, pass_fds=[write])

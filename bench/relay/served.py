@@ -1,11 +1,10 @@
-"""The benchmark of `make bench`: the server as users start it, under load, and the relay's cost beside it.
+"""The benchmark of `make bench`: the server as users start it, under load.
 
-    python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [--
-    MODEL --serve-flags]
+    python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [-- MODEL --serve-flags]
 
-Starts `penstock serve` on a free port, measures it with `penstock bench`, measures the load generator
-alone against an endpoint that computes nothing (to show how far it is from being the bottleneck), then
-runs relay_cost.py. JSON goes to bench/out/; the last lines are the summary.
+Starts `penstock serve` on a free port, measures it with `penstock bench`, and measures the load generator
+alone against an endpoint that computes nothing (to show how far it is from being the bottleneck). JSON goes
+to bench/out/; the last lines are the summary.
 """
 
 import argparse
@@ -56,23 +55,6 @@ def measure(url: str, key: str, path: Path, flags: list[str]) -> dict:
     return json.loads(path.read_text())
 
 
-def relay_cost(path: Path) -> dict | None:
-    """CPU per relayed chunk, ours beside the baselines."""
-    console.print("measuring the relay's CPU per chunk ...", style="dim")
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.relay.cost"],
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    if done.returncode:
-        console.print("bench.relay.cost failed", style="red")
-        return None
-    path.write_text(done.stdout)
-    return json.loads(done.stdout)
-
-
 def summary(ready_s: float, report: dict, client: dict) -> None:
     """Tables for people."""
     table = Table(title=f"{report['model']}, ready after {ready_s:.1f} s", title_justify="left")
@@ -105,20 +87,6 @@ def summary(ready_s: float, report: dict, client: dict) -> None:
     )
 
 
-def relay_summary(relay: dict) -> None:
-    """The relay's cost in one sentence, with its spread."""
-
-    def spread(numbers: dict) -> str:
-        return f"{numbers['median']:g} ({numbers['min']:g} to {numbers['max']:g})"
-
-    console.print(
-        f"Relay: {spread(relay['gateway']['us_per_chunk'])} us of CPU per chunk at {relay['streams']} "
-        f"streams, {spread(relay['gateway_to_baseline_uvloop'])} times a plain asyncio server's on uvloop, "
-        f"{spread(relay['gateway_to_baseline'])} times the same on the standard loop; "
-        f"{relay['rounds']} rounds, median (least to most)."
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure `penstock serve` and the relay.")
     parser.add_argument(
@@ -128,7 +96,6 @@ def main() -> int:
     parser.add_argument("--duration", default="8", help="seconds per level (default: 8)")
     parser.add_argument("--requests", help="per level, instead of --duration")
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--skip-relay", action="store_true")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -141,11 +108,8 @@ def main() -> int:
     with scripted() as url:
         alone = ["--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed]
         client = measure(url, "", OUT / f"client-{stamp}.json", alone)
-    relay = None if args.skip_relay else relay_cost(OUT / f"relay-{stamp}.json")
     console.print()
     summary(served.ready_s, report, client)
-    if relay is not None:
-        relay_summary(relay)
     console.print(f"JSON: {OUT}/*-{stamp}.json", style="dim")
     return 0
 
