@@ -19,6 +19,7 @@ def written(out: Path) -> dict[str, Any]:
     return json.loads(found.read_text())
 
 
+@pytest.mark.timeout(300)
 def test_everything_runs_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
