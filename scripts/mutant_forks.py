@@ -36,7 +36,7 @@ from typing import Any
 import pytest
 from mutations import mutated, probed
 
-LIMIT_S = 10.0
+LIMIT_S = float(os.environ.get("PENSTOCK_MUTANT_LIMIT_S", "10"))
 PATIENCE = 5.0
 """A test may take so many times the CPU time of the unchanged module, and the limit beside."""
 MEMORY_BYTES = 4 << 30
