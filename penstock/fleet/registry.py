@@ -5,10 +5,6 @@
 Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and
 no launcher; who adds and removes workers is in `members.py` and `discovery.py`. Everything runs on one event
 loop.
-
-One worker as the registry keeps it.
-
-The workers of one model, and what can be said of all of them together.
 """
 
 import asyncio
@@ -19,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase
+from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase, nothing
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.cells import CellConfig
 from penstock.config.fleet import WORKERS_MAX
@@ -28,7 +24,7 @@ from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, Wor
 from penstock.policy.terms import DeploymentTerms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
-from penstock.types import COMMON_CAPABILITIES, WorkerId
+from penstock.types import COMMON_CAPABILITIES, Capability, WorkerId
 
 NOTE_S_MAX = 600
 """A note of what happened to a worker that is ready again is shown for so long."""
@@ -142,8 +138,9 @@ class RouteWorkers:
     """
 
     __slots__ = (
-        "_abilities", "_adapters", "_adapters_reported", "_declared", "_infos", "_ready", "_workers",
-        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name", "to_come",
+        "_abilities", "_adapters", "_adapters_reported", "_asleep", "_declared", "_infos", "_ready",
+        "_workers", "adapter_digests", "adapters", "capabilities", "forwards", "info", "kinds",
+        "lacks_common", "name", "sleeps", "to_come",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -167,6 +164,11 @@ class RouteWorkers:
         they have said so."""
         self.lacks_common = False
         """Whether any of them lacks what nearly every engine has."""
+        self.forwards = False
+        """Whether any of them is a provider, which makes of a parameter what it likes."""
+        self.sleeps = False
+        """Whether none is ready and one sleeps or wakes: requests can wait for it."""
+        self._asleep: set[WorkerId] = set()
         self._abilities: dict[WorkerId, frozenset[str]] = {}
         self._adapters: dict[WorkerId, frozenset[str]] = {}
         self._adapters_reported: dict[WorkerId, Adapters] = {}
@@ -201,13 +203,8 @@ class RouteWorkers:
         return bool(self._ready)
 
     @property
-    def sleeps(self) -> bool:
-        """Whether none is ready and one sleeps or wakes: requests can wait for it. O(workers)."""
-        return not self._ready and any(worker.sleeps for worker in self)
-
-    @property
     def is_expected(self) -> bool:
-        """Whether none is ready, and requests can wait for one that will be. O(workers)."""
+        """Whether none is ready, and requests can wait for one that will be."""
         return not self._ready and (self.to_come or self.sleeps)
 
     def add(self, worker: Worker) -> None:
@@ -236,6 +233,11 @@ class RouteWorkers:
         if worker.is_ready:
             self._take_adapters(worker, worker.backend.status.adapters)
         self._take_ready(worker, is_ready=worker.is_ready)
+
+    def state_changed(self, worker: Worker) -> None:
+        """For the registry: its state may be another one, and nothing else."""
+        (self._asleep.add if worker.sleeps else self._asleep.discard)(worker.id)
+        self.sleeps = bool(self._asleep) and not self._ready
 
     def problem(self, worker: Worker) -> str:
         """Why what a worker says of itself does not go with the model; empty if it does."""
@@ -314,6 +316,7 @@ class RouteWorkers:
             return  # As with `info`: requests can wait for the next worker.
         self.capabilities = tuple(dict.fromkeys(self._abilities.values()))
         self.lacks_common = not all(each >= COMMON_CAPABILITIES for each in self.capabilities)
+        self.forwards = any(Capability.PASS_THROUGH in each for each in self.capabilities)
 
     def declare_adapters(self, names: frozenset[str]) -> None:
         """Its workers are to have these: requests for them can wait until one has."""
@@ -380,6 +383,8 @@ class Registry:
         """`places`: where workers of this cell are."""
         self._clock, self._log, self._workers_max, self._places = clock, log, workers_max, places
         self._workers: dict[WorkerId, Worker] = {}
+        self.get = self._workers.get
+        """The worker of this id; None if there is none."""
         self._routes: dict[str, RouteWorkers] = {}
         self._listeners: list[Listener] = []
 
@@ -397,10 +402,6 @@ class Registry:
     def unlisten(self, listener: Listener) -> None:
         """Tell it nothing more."""
         self._listeners.remove(listener)
-
-    def get(self, worker_id: WorkerId) -> Worker | None:
-        """The worker of this id; None if there is none."""
-        return self._workers.get(worker_id)
 
     def of(self, route: str) -> RouteWorkers:
         """The workers of one model; the same object for good, also while there are none."""
@@ -434,7 +435,7 @@ class Registry:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return None
-        worker.backend.on_change = _ignored
+        worker.backend.on_change = nothing
         worker.life.on(WorkerEvent.END, self._clock.now_ns())
         self.of(worker.route).remove(worker)
         self.tell(worker)
@@ -492,9 +493,6 @@ class Registry:
 
     def tell(self, worker: Worker) -> None:
         """Something else that counts has changed about a worker: tell the listeners."""
+        self.of(worker.route).state_changed(worker)
         for listener in self._listeners:
             listener(worker)
-
-
-def _ignored() -> None:
-    """A worker that is forgotten has nothing to say."""
