@@ -109,7 +109,7 @@ class Worker:
         """Notes for operators, each with its time; old ones are left out once a worker is well again."""
         since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
         return [
-            f"{_utc(note.at_ns)}: {note.text}"
+            f"{datetime.fromtimestamp(note.at_ns // NS_PER_S, UTC):%Y-%m-%d %H:%M:%S} UTC: {note.text}"
             for note in self.backend.status.notes
             if note.lasts or note.at_ns >= since_ns
         ]
@@ -121,10 +121,6 @@ class Worker:
             return f"refused: {self.problem}"
         said = self.backend.status.stage
         return f"suspect: {said}" if self.state is WorkerState.SUSPECT else said
-
-
-def _utc(wall_ns: int) -> str:
-    return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 _SUMMED = tuple(name for name in Stats.__struct_fields__ if name != "readings")
@@ -139,8 +135,8 @@ class RouteWorkers:
 
     __slots__ = (
         "_abilities", "_adapters", "_adapters_reported", "_asleep", "_declared", "_infos", "_ready",
-        "_workers", "adapter_digests", "adapters", "capabilities", "forwards", "info", "kinds",
-        "lacks_common", "name", "sleeps", "to_come",
+        "_workers", "adapter_digests", "adapters", "capabilities", "forwards", "has_choice", "info",
+        "kinds", "lacks_common", "name", "sleeps", "to_come",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -151,6 +147,8 @@ class RouteWorkers:
         """The model as its workers report it: of several contexts and vocabularies the smallest, for a
         request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
         until the first one was ready."""
+        self.has_choice = False
+        """Whether it has several workers, ready or not."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
@@ -210,12 +208,14 @@ class RouteWorkers:
     def add(self, worker: Worker) -> None:
         """For the registry."""
         self._workers[worker.id] = worker
+        self.has_choice = len(self._workers) > 1
         self._take_abilities(worker, worker.capabilities)
 
     def remove(self, worker: Worker) -> None:
         """For the registry."""
         self._take_ready(worker, is_ready=False)
         del self._workers[worker.id]
+        self.has_choice = len(self._workers) > 1
         self._take_adapters(worker, NO_ADAPTERS)
         self._adapters_reported.pop(worker.id, None)
         self._take_abilities(worker, None)
