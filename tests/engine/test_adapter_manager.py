@@ -1,5 +1,6 @@
 """Which adapters a worker has, who waits for one, and what goes when memory is short."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,7 +39,7 @@ class Reader:
     def fetch(self, path: str, *, again: bool = False) -> Path:
         return Path(path)
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
+    def read(self, directory: Path, digest: str, pause: Callable[[], None]) -> tuple[str, Packed]:
         assert self.may_go_on.wait(10)
         self.read_names.append(directory.name)
         if directory.name == "bad":
@@ -304,3 +305,13 @@ def test_one_that_is_larger_than_all_the_memory_is_refused_and_says_why() -> Non
     driven.load("a")
     with pytest.raises(WorkerUnavailable, match="it takes 40 bytes, and all adapters have 30"):
         driven.ask("a")
+
+
+def test_a_worker_knows_so_many_and_says_so_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.schedule.adapters.KNOWN_MAX", 2)
+    driven = Driven()
+    driven.load("a", "b")
+    driven.order("c")
+    assert driven.loaded == {"a", "b"}
+    with pytest.raises(WorkerUnavailable, match="does not serve the adapter 'c'"):
+        driven.ask("c")
