@@ -33,5 +33,5 @@ def python_build(config: str | None = None, flags: str | None = None, prefix: st
 
 
 def python_advice(build: str) -> str:
-    """What a build costs, if it is known to be slow, and what to install; else nothing."""
+    """The cost of a build that is known to be slow, and what to install; else nothing."""
     return f"built without profile-guided optimization: {PLAIN_COST}; {REMEDY}" if build == PLAIN else ""

@@ -25,7 +25,7 @@ _CLASSES = {
     r"\s": _SPACE, r"\r": r"\r", r"\n": r"\n", r"\p{L}": "a-zA-Z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z",
     r"\p{Ll}": "a-z", r"\p{Lt}": "", r"\p{Lm}": "", r"\p{Lo}": "", r"\p{M}": "",
 }  # fmt: skip
-"""What is in a class of ASCII."""
+"""The characters of a class in ASCII."""
 _PART = re.compile(r"\\p\{\w+\}|\\.|\[\^?|\(\?[:!]|\(\?i:|&&|\}\+|.", re.DOTALL)
 _REFUSED = frozenset(("(", "$", "^", ".", "&&", "}+"))
 _PLAIN = re.compile(r"[\t\n\r -~]*")
