@@ -1,10 +1,10 @@
 """The promise of `test_invariance.py` on instruction sets below this processor's best: what a smaller
 processor would compute with.
 
-Every library chooses its kernels when it is loaded, so each level is a process of its own that runs a part of
-those tests. A level is skipped where the processor has nothing above it, and where the library does not heed
-its own variable: MKL takes MKL_ENABLE_INSTRUCTIONS from Intel's processors only, and MKL_CBWR=COMPATIBLE from
-all.
+Every library chooses its kernels when it is loaded, so each smaller processor is a process of its own, in
+which all libraries are lowered to what it has, that runs a part of those tests. A library is left as it is
+where the processor has nothing above that set, and where it does not heed its own variable: MKL takes
+MKL_ENABLE_INSTRUCTIONS from Intel's processors only, and MKL_CBWR=COMPATIBLE from all.
 """
 
 import os
@@ -55,22 +55,25 @@ class Level:
     above: tuple[str, ...]
     """Flags of the processor, any of which means that the library has more than this level."""
 
-    def __str__(self) -> str:
-        return f"{self.library}-{self.value}"
 
-
-LEVELS = (
-    Level("ATen", "ATEN_CPU_CAPABILITY", "default", ("avx2",)),
-    Level("ATen", "ATEN_CPU_CAPABILITY", "avx2", ("avx512f",)),
-    Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX2", ("avx512f",)),
-    Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX512_CORE", ("avx512_bf16",)),
-    Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", ("amx_tile",)),
-    Level("MKL", "MKL_CBWR", "COMPATIBLE", ("sse2",)),
-    Level("MKL", "MKL_ENABLE_INSTRUCTIONS", "SSE4_2", ("avx",)),
-    Level("MKL", "MKL_ENABLE_INSTRUCTIONS", "AVX2", ("avx512f",)),
-    Level("native", "PENSTOCK_NATIVE_ISA", "avx2", ("avx512f",)),
-    Level("native", "PENSTOCK_NATIVE_ISA", "avx512", ("avx512_vnni", "avx512_bf16", "amx_tile")),
-)
+PROCESSORS = {
+    "without AVX2": (
+        Level("ATen", "ATEN_CPU_CAPABILITY", "default", ("avx2",)),
+        Level("MKL", "MKL_CBWR", "COMPATIBLE", ("sse2",)),
+        Level("MKL", "MKL_ENABLE_INSTRUCTIONS", "SSE4_2", ("avx",)),
+    ),
+    "AVX2": (
+        Level("ATen", "ATEN_CPU_CAPABILITY", "avx2", ("avx512f",)),
+        Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX2", ("avx512f",)),
+        Level("MKL", "MKL_ENABLE_INSTRUCTIONS", "AVX2", ("avx512f",)),
+        Level("native", "PENSTOCK_NATIVE_ISA", "avx2", ("avx512f",)),
+    ),
+    "AVX-512": (
+        Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX512_CORE", ("avx512_bf16",)),
+        Level("native", "PENSTOCK_NATIVE_ISA", "avx512", ("avx512_vnni", "avx512_bf16", "amx_tile")),
+    ),
+    "AVX-512 with BF16": (Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", ("amx_tile",)),),
+}
 
 
 def processor_flags() -> set[str]:
@@ -86,23 +89,43 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 
 @cache
-def in_use(library: str, variable: str = "", value: str = "") -> list[tuple[str, ...]]:
-    """What the library says of itself when it computes."""
-    done = python({variable: value} if variable else {}, "-c", PROBE)
+def said(*lowered: Level) -> str:
+    """What the libraries say of themselves when they compute."""
+    done = python({each.variable: each.value for each in lowered}, "-c", PROBE)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [match.groups() for match in re.finditer(SEEN[library], done.stdout, re.MULTILINE)]
-    assert found, done.stdout
+    return done.stdout
+
+
+def in_use(library: str, *lowered: Level) -> list[tuple[str, ...]]:
+    found = [match.groups() for match in re.finditer(SEEN[library], said(*lowered), re.MULTILINE)]
+    assert found, said(*lowered)
     return found
 
 
-@pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_the_promise_holds_below_the_best_instruction_set(level: Level) -> None:
-    if not processor_flags() & {*level.above}:
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_promise_holds_below_the_best_instruction_set(processor: str) -> None:
+    flags = processor_flags()
+    levels = tuple(each for each in PROCESSORS[processor] if flags & {*each.above})
+    if not levels:
         pytest.skip("this processor has nothing above that instruction set")
-    lowered = {level.variable: level.value}
-    if in_use(level.library, level.variable, level.value) == in_use(level.library):
-        pytest.skip(f"{level.library} does not heed {level.variable} on this processor")
-    part = PARTS["native" if level.library == "native" else "torch"]
-    done = python(lowered, "-m", "pytest", "-p", "no:cacheprovider", "-x", *FILES, "-k", part)
+    heeded = [each for each in levels if in_use(each.library, *levels) != in_use(each.library)]
+    if not heeded:
+        pytest.skip("no library heeds its variable on this processor")
+    lowers_native = any(each.library == "native" for each in heeded)
+    lowers_torch = any(each.library != "native" for each in heeded)
+    parts = [PARTS[name] for name, is_in in (("torch", lowers_torch), ("native", lowers_native)) if is_in]
+    lowered = {each.variable: each.value for each in levels}
+    tests = " or ".join(f"({part})" for part in parts)
+    done = python(lowered, "-m", "pytest", "-p", "no:cacheprovider", "-x", *FILES, "-k", tests)
     # No test at all is an error to pytest as well.
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_libraries_that_cannot_be_lowered_are_named(processor: str) -> None:
+    flags = processor_flags()
+    levels = tuple(each for each in PROCESSORS[processor] if flags & {*each.above})
+    deaf = [each for each in levels if in_use(each.library, *levels) == in_use(each.library)]
+    if deaf:
+        names = ", ".join(f"{each.library} ({each.variable})" for each in deaf)
+        pytest.skip(f"{names}: not heeded on this processor")
