@@ -1,8 +1,8 @@
 """The needs of a request, the required form of the answer's text, and the places that its media may come
 from.
 
-Read once per request, from the checked body. Nearly every chat is plain (`is_plain`): it costs a few
-comparisons, and one for each message, and nothing else here is asked of it. The required form of the text is
+Read once per request, from the checked body. Nearly every chat is plain (`openai_validate.is_plain`), and
+nothing here is asked of it. The required form of the text is
 written as vLLM's `structured_outputs`: one form for every engine that has grammars.
 
 This server fetches no media. A worker does, from its own network, so an address in a message could reach what
@@ -97,18 +97,6 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 NO_CONSTRAINT = Constraint()
 
 
-def is_plain(request: GenerationRequest) -> bool:
-    """Whether it is a chat that asks for any text as the answer to text, by parameters that many requests
-    have, as nearly all do. It has no needs (`rare_needs`), no required form, and no media.
-    """
-    return (
-        type(request) is ChatRequest
-        and request.tools is None is request.tool_choice
-        and request.response_format is None
-        and not any(isinstance(message.content, list) for message in request.messages)
-    )
-
-
 def rare_needs(request: GenerationRequest) -> list[Need]:
     """The needs of the request beyond what nearly every engine has. Empty for nearly every request.
 
@@ -153,10 +141,12 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     """
     fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
     asked: list[tuple[str, Mapping[str, Any]]] = []
-    if structured := getattr(request, "structured_outputs", None):
-        if "calls" in structured:  # Our engine's own word.
-            raise InvalidRequest(
-                "Invalid 'structured_outputs': 'calls' is not supported.", param="structured_outputs"
+    if (structured := getattr(request, "structured_outputs", None)) is not None:
+        if not structured or "calls" in structured:  # The latter is our engine's own word.
+            _bad(
+                "Invalid 'structured_outputs': expected one of json, json_object, regex, choice, grammar.",
+                "structured_outputs",
+                "invalid_value",
             )
         asked.append(("structured_outputs", structured))
     for name, keyword in _GUIDED.items():
@@ -179,7 +169,9 @@ def constraint_of(request: GenerationRequest) -> Constraint:
         form = msgspec.json.encode(structured) if structured else b""
     except RecursionError:
         raise InvalidRequest(f"Invalid '{name}': it is nested too deeply.", param=name) from None
-    return Constraint(structured=structured, form=form, fields=fields, forced_tool=forced, param=name)
+    # The schemas of a forced call are those of its tools.
+    param = "tools" if forced is not None else name
+    return Constraint(structured=structured, form=form, fields=fields, forced_tool=forced, param=param)
 
 
 def forced_tool(request: ChatRequest) -> str | None:

@@ -29,11 +29,11 @@ constexpr int64_t kAheadRows = 8;
 // Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
 #ifdef __AVX512BF16__
 using Wide = bf16;
-constexpr bool kWideInputs = false;
+constexpr bool kWideInputs = false, kInRegisters = true;
 static inline PairInput spread(const bf16 *x) { return spread_pair(x); }
 #else
 using Wide = float;
-constexpr bool kWideInputs = true;
+constexpr bool kWideInputs = true, kInRegisters = false;
 static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
 #endif
 
@@ -69,7 +69,8 @@ class Wanted {
 #ifdef __AVX512F__
 template <int R>
 static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
-                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted,
+                                                const AddedRows *added) {
   constexpr int H = 2;
   F16 acc[R][H];
   for (int r = 0; r < R; r++)
@@ -100,48 +101,55 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
       }
     }
   }
+  if constexpr (kInRegisters)
+    if (added) add_in_place<bf16>(added, acc);
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 #else
-template <int R>
-static __attribute__((noinline)) void bf16_half(const bf16 *w, const float *a, int64_t lda, int64_t k_first,
-                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
-  __m256 acc[R][2];
+template <int R, int H>
+static __attribute__((noinline)) void bf16_halves(const bf16 *w, const float *a, int64_t lda, int64_t k_first,
+                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+  __m256 acc[H][R][2];
   const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < 2; c++) acc[r][c] = fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * 32 + c * 8);
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++)
+        acc[h][r][c] = fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * 32 + h * 16 + c * 8);
   for (int64_t k = k_first; k < k_last; k += 32) {
     wanted->step();
-    for (int p = 0; p < 16; p++) {
-      const __m256i *at = (const __m256i *)(w + k * 32 + p * 32);
-      const float *x = a + k + 2 * p;
-      fetch_ahead(at);
 #pragma GCC unroll 2
-      for (int odd = 0; odd < 2; odd++) {
-        if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again: the sums leave no registers to keep it in.
-        __m256 part[2];
-        for (int c = 0; c < 2; c++) {
-          __m256i pairs = _mm256_loadu_si256(at + c);
-          part[c] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, high) : _mm256_slli_epi32(pairs, 16));
-        }
-        for (int r = 0; r < R; r++) {
-          __m256 input = _mm256_broadcast_ss(x + r * lda + odd);
-          for (int c = 0; c < 2; c++) fma_to(acc[r][c], part[c], input);
+    for (int h = 0; h < H; h++)
+      for (int p = 0; p < 16; p++) {
+        const __m256i *at = (const __m256i *)(w + k * 32 + h * 512 + p * 32);
+        const float *x = a + k + 2 * p;
+        fetch_ahead(at);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+          if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again: the sums leave no registers to keep it in.
+          __m256 part[2];
+          for (int c = 0; c < 2; c++) {
+            __m256i pairs = _mm256_loadu_si256(at + c);
+            part[c] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, high) : _mm256_slli_epi32(pairs, 16));
+          }
+          for (int r = 0; r < R; r++) {
+            __m256 input = _mm256_broadcast_ss(x + r * lda + odd);
+            for (int c = 0; c < 2; c++) fma_to(acc[h][r][c], part[c], input);
+          }
         }
       }
-    }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + c * 8, acc[r][c]);
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + h * 16 + c * 8, acc[h][r][c]);
 }
 
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted) {
+                      bool fresh, Wanted *wanted, const AddedRows *) {
   for (int64_t k = k_first; k < k_last; k += kPieceInCache, fresh = false) {
     int64_t last = k_last - k < kPieceInCache ? k_last : k + kPieceInCache;
-    for (int h = 0; h < 2; h++) bf16_half<R>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
+    for (int h = 0; h < 2; h++) bf16_halves<R, 1>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
   }
 }
 #endif
@@ -303,15 +311,18 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
-  if (w->type == PS_BF16)
+  AddedRows rows;
+  bool ends = piece->k_last == w->k_padded, added = false;
+  if (w->type == PS_BF16) {
+    added = kInRegisters && ends && find_added(piece, panel, row, R, &rows);
     bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
-                 piece->k_first, piece->k_last, sums, fresh, wanted);
-  else if (w->type == PS_F32)
+                 piece->k_first, piece->k_last, sums, fresh, wanted, added ? &rows : nullptr);
+  } else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const Byte *)piece->a + row * lda, lda);
-  if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
+  if (ends) added ? finish_sums(piece, panel, row, R, sums) : finish_block(piece, panel, row, R, sums);
 }
 
 // 64 values from x + i (zeros past k) as int8.
