@@ -5,7 +5,9 @@
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
-would. The figure is the ratio on / off of each round: its median and its spread. Prompts are of three kinds:
+would. The figure is the ratio on / off of each round: its median and its spread; beside it the same ratio
+by the processor time of both, prompts included, which a busy machine disturbs less. There are three kinds of
+prompts:
 
     copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
@@ -18,6 +20,7 @@ one request. A guess takes less than that: it is one pass, without an engine's s
 
 import argparse
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,6 +114,7 @@ class Answered:
     """A closed batch, every prompt to its last token."""
 
     tokens_per_s: float
+    tokens_per_cpu_s: float
     answers: list[list[int]]
     drafted: int
     accepted: int
@@ -129,6 +133,7 @@ def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str)
         message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
         core.submit(0, message, CLOCK.now_ns())
     step = first_ns = in_time = 0
+    begun_cpu_s = time.process_time()
     while core.has_work:
         for outputs in core.step().values():
             step += 1
@@ -140,6 +145,7 @@ def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str)
     total, after = sum(map(len, answers.values())), core.stats()
     return Answered(
         (total - in_time) * NS_PER_S / (CLOCK.now_ns() - first_ns),
+        total / (time.process_time() - begun_cpu_s),
         list(answers.values()),
         after.drafted_tokens - before.drafted_tokens,
         after.accepted_tokens - before.accepted_tokens,
@@ -152,6 +158,7 @@ class Compared:
 
     off: list[float]
     on: list[float]
+    cpu_ratios: list[float]
     answered: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -166,7 +173,7 @@ def compare(
     off: EngineCore, on: EngineCore, prompts: Prompts, kind: str, batch: int, rounds: int
 ) -> Compared:
     """Both engines in turns."""
-    found = Compared([], [])
+    found = Compared([], [], [])
     tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
     how = Sampling(TEMPERATURES[kind], tokens, stops)
     for round_ in range(rounds + 1):  # The first one warms up.
@@ -176,12 +183,14 @@ def compare(
             for part in range(8 if batch == 1 else 1)
         ]
         rates: dict[bool, list[float]] = {True: [], False: []}
+        cpu_rates: dict[bool, list[float]] = {True: [], False: []}
         for part, each in enumerate(batches):
             reported: dict[bool, Answered] = {}
             for speculates in ((True, False), (False, True))[(round_ + part) % 2]:
                 core = on if speculates else off
                 reported[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
                 rates[speculates].append(1 / reported[speculates].tokens_per_s)
+                cpu_rates[speculates].append(1 / reported[speculates].tokens_per_cpu_s)
             assert reported[True].answers == reported[False].answers, "the answers are not the same"
             if round_:
                 found.answered += sum(map(len, reported[True].answers))
@@ -190,6 +199,7 @@ def compare(
         if round_:
             found.on.append(1 / statistics.mean(rates[True]))
             found.off.append(1 / statistics.mean(rates[False]))
+            found.cpu_ratios.append(statistics.mean(cpu_rates[False]) / statistics.mean(cpu_rates[True]))
     return found
 
 
@@ -230,6 +240,7 @@ def main() -> None:
             print(
                 f"{batch:>5} {kind:>7} {statistics.median(found.off):>11.1f} "
                 f"{statistics.median(found.on):>10.1f} {median:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
+                f"   cpu {statistics.median(found.cpu_ratios):.3f}"
                 f"   {found.accepted} of {found.drafted} drafts right, {found.answered} tokens",
                 flush=True,
             )
