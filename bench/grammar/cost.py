@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,14 @@ FIELDS = {
 }  # fmt: skip
 
 
+Watch = Callable[[object], None]
+"""Called with the runner before anything is computed."""
+
+
 class Engine:
     """One engine, whose rounds are closed batches."""
 
-    def __init__(self, model: Path, batch: int) -> None:
+    def __init__(self, model: Path, batch: int, watch: Watch | None = None) -> None:
         config = EngineSettings(  # No promise for tokens: a busy machine would run smaller batches.
             prefix_cache=False, kv_memory_bytes=256 << 20, max_running=batch, tpot_target_ms=0.0
         )  # fmt: skip
@@ -83,6 +88,8 @@ class Engine:
         assert tokens is not None
         assert isinstance(runner, FollowsGrammars), "grammars are followed on the CPU"
         runner.use_grammars(tokens)
+        if watch is not None:
+            watch(runner)
         self.tokens, self.compiler = tokens, GrammarCompiler(tokens)
         self.core: EngineCore = build_core(runner, config, b"bench" * 8, CLOCK)
         self._compiled = {

@@ -153,10 +153,12 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     """
     fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
     asked: list[tuple[str, Mapping[str, Any]]] = []
-    if structured := getattr(request, "structured_outputs", None):
-        if "calls" in structured:  # Our engine's own word.
-            raise InvalidRequest(
-                "Invalid 'structured_outputs': 'calls' is not supported.", param="structured_outputs"
+    if (structured := getattr(request, "structured_outputs", None)) is not None:
+        if not structured or "calls" in structured:  # The latter is our engine's own word.
+            _bad(
+                "Invalid 'structured_outputs': expected one of json, json_object, regex, choice, grammar.",
+                "structured_outputs",
+                "invalid_value",
             )
         asked.append(("structured_outputs", structured))
     for name, keyword in _GUIDED.items():
@@ -179,7 +181,9 @@ def constraint_of(request: GenerationRequest) -> Constraint:
         form = msgspec.json.encode(structured) if structured else b""
     except RecursionError:
         raise InvalidRequest(f"Invalid '{name}': it is nested too deeply.", param=name) from None
-    return Constraint(structured=structured, form=form, fields=fields, forced_tool=forced, param=name)
+    # The schemas of a forced call are those of its tools.
+    param = "tools" if forced is not None else name
+    return Constraint(structured=structured, form=form, fields=fields, forced_tool=forced, param=param)
 
 
 def forced_tool(request: ChatRequest) -> str | None:

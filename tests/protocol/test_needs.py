@@ -163,10 +163,16 @@ def test_fields_of_an_engine_are_kept_beside_the_shape() -> None:
     assert constraint_of(chat(bad_words=["x"])).structured == {}
 
 
-def test_the_word_for_calls_is_not_for_clients() -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        constraint_of(completion(structured_outputs={"calls": {"format": "hermes", "tools": []}}))
+@pytest.mark.parametrize("said", [{}, {"calls": {"format": "hermes", "tools": []}}])
+def test_structured_outputs_that_ask_for_nothing_clients_may_ask_for_are_refused(said: dict) -> None:
+    with pytest.raises(InvalidRequest, match="expected one of json") as refused:
+        constraint_of(completion(structured_outputs=said))
     assert refused.value.param == "structured_outputs"
+
+
+def test_a_schema_of_a_forced_call_is_known_to_the_client_as_one_of_the_tools() -> None:
+    for choice in ("required", named("g")):
+        assert constraint_of(chat(tools=[tool("g", parameters=SCHEMA)], tool_choice=choice)).param == "tools"
 
 
 def test_two_shapes_for_one_answer_are_refused() -> None:

@@ -152,14 +152,16 @@ def _without(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 def place_of(schema: object, message: str) -> str:
     """Where in a schema the keyword is that llguidance complains of, as a JSON pointer; empty if unknown."""
-    found = ""
+    by_value = by_name = ""
     for path, keyword, value in keywords(schema):
-        named = f'"{keyword}"' in message
-        if named or (isinstance(value, str) and len(value) > 1 and value in message):
+        if f'"{keyword}"' in message or message.startswith(f"{keyword} "):
             return path
-        if not found and keyword in message:
-            found = path
-    return found
+        if not by_value and isinstance(value, str):
+            text = value.lstrip("#")
+            by_value = path if len(text) > 1 and text in message else ""
+        if not by_name and keyword in message:
+            by_name = path
+    return by_value or by_name
 
 
 def _json(schema: object) -> tuple[str, object]:

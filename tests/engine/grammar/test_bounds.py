@@ -160,6 +160,21 @@ def test_a_schema_that_nothing_matches_is_refused_by_the_keywords_that_contradic
     assert all(place in str(refused.value) for place in places)
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "object", "properties": [1]}, "/properties"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/nope"}}}, "/properties/a/$ref"),
+        ({"type": "object", "required": "a"}, "/required"),
+        ({"type": "array", "items": {"type": "strin"}}, "/items/type"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_its_place(schema, place) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_form(json.dumps({"json": schema}).encode())
+    assert f"cannot be enforced at {place}: " in str(refused.value)
+
+
 def test_a_keyword_whose_absence_breaks_something_else_is_not_named() -> None:
     schema = {
         "allOf": [{"$ref": "#/$defs/q"}], "$defs": {"q": {"type": "object"}}, "type": "object",
