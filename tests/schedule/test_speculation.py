@@ -359,7 +359,7 @@ def test_a_busy_machine_does_not_end_drafts() -> None:
 
 
 def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() -> None:
-    """Or when it has another number of rows."""
+    """Or when an eighth of its rows has gone."""
     speculation, rows = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)]
     assert not speculation.rests(4)
     assert counts_of(speculation, rows) == [0] * 4
@@ -367,6 +367,10 @@ def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() ->
     assert counts_of(speculation, rows) == [0] * 4
     assert speculation.rests(4)
     assert not speculation.rests(3)
+    speculation, many = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(32)]
+    assert counts_of(speculation, many) == [0] * 32
+    assert all(map(speculation.rests, (32, 31, 29)))
+    assert not speculation.rests(28)
 
 
 def test_a_wrong_law_of_passes_is_tried_once_the_account_is_full() -> None:
