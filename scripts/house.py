@@ -187,7 +187,8 @@ class Served:
         time.sleep(after_s)
         path = self._folder / "window"
         before = path.read_text() if path.exists() else ""
-        path.write_text(name)
+        path.with_suffix(".part").write_text(name)
+        path.with_suffix(".part").rename(path)  # Read while it was written, it would be two windows.
         deadline = time.monotonic() + PATIENCE_S
         found: dict[str, Mapping[str, object]] = {}
         while set(found) != {"gateway", "worker"}:

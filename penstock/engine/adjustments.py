@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.protocol.worker_parts import changes_logits
 from penstock.schedule.plan import NewRow
-from penstock.types import SamplingParams
 
 # Which tokens the rows of a step may draw, as bits: how grammars bound what the sampler draws.
 
@@ -131,17 +131,6 @@ class BadWords:
 
 def _ends_with(answer: Int32Array, tokens: tuple[int, ...]) -> bool:
     return len(tokens) <= len(answer) and tuple(answer[-len(tokens) :].tolist()) == tokens
-
-
-def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether a request's logits are changed before a token is drawn from them."""
-    return (
-        sampling.repetition_penalty != 1
-        or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        or bool(sampling.logit_bias)
-        or sampling.min_tokens > 0
-        or bool(sampling.bad_words or sampling.allowed_token_ids)
-    )
 
 
 class Adjustments:

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock.engine.adjustments import Adjustments, Edits, Masks, changes_logits
+from penstock.engine.adjustments import Adjustments, Edits, Masks
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
 from penstock.engine.attention.base import AttentionBatch
+from penstock.protocol.worker_parts import changes_logits
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
 

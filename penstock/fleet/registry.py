@@ -5,10 +5,6 @@
 Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and
 no launcher; who adds and removes workers is in `members.py` and `discovery.py`. Everything runs on one event
 loop.
-
-One worker as the registry keeps it.
-
-The workers of one model, and what can be said of all of them together.
 """
 
 import asyncio
@@ -19,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase
+from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase, nothing
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.cells import CellConfig
 from penstock.config.fleet import WORKERS_MAX
@@ -28,7 +24,7 @@ from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, Wor
 from penstock.policy.terms import DeploymentTerms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
-from penstock.types import COMMON_CAPABILITIES, WorkerId
+from penstock.types import COMMON_CAPABILITIES, Capability, WorkerId
 
 NOTE_S_MAX = 600
 """A note of what happened to a worker that is ready again is shown for so long."""
@@ -113,7 +109,7 @@ class Worker:
         """Notes for operators, each with its time; old ones are left out once a worker is well again."""
         since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
         return [
-            f"{_utc(note.at_ns)}: {note.text}"
+            f"{datetime.fromtimestamp(note.at_ns // NS_PER_S, UTC):%Y-%m-%d %H:%M:%S} UTC: {note.text}"
             for note in self.backend.status.notes
             if note.lasts or note.at_ns >= since_ns
         ]
@@ -127,10 +123,6 @@ class Worker:
         return f"suspect: {said}" if self.state is WorkerState.SUSPECT else said
 
 
-def _utc(wall_ns: int) -> str:
-    return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
 _SUMMED = tuple(name for name in Stats.__struct_fields__ if name != "readings")
 
 
@@ -142,8 +134,9 @@ class RouteWorkers:
     """
 
     __slots__ = (
-        "_abilities", "_adapters", "_adapters_reported", "_declared", "_infos", "_ready", "_workers",
-        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name", "to_come",
+        "_abilities", "_adapters", "_adapters_reported", "_asleep", "_declared", "_infos", "_ready",
+        "_workers", "adapter_digests", "adapters", "capabilities", "forwards", "has_choice", "info",
+        "kinds", "lacks_common", "name", "sleeps", "to_come",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -154,6 +147,8 @@ class RouteWorkers:
         """The model as its workers report it: of several contexts and vocabularies the smallest, for a
         request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
         until the first one was ready."""
+        self.has_choice = False
+        """Whether it has several workers, ready or not."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
@@ -167,6 +162,11 @@ class RouteWorkers:
         they have said so."""
         self.lacks_common = False
         """Whether any of them lacks what nearly every engine has."""
+        self.forwards = False
+        """Whether any of them is a provider, which makes of a parameter what it likes."""
+        self.sleeps = False
+        """Whether none is ready and one sleeps or wakes: requests can wait for it."""
+        self._asleep: set[WorkerId] = set()
         self._abilities: dict[WorkerId, frozenset[str]] = {}
         self._adapters: dict[WorkerId, frozenset[str]] = {}
         self._adapters_reported: dict[WorkerId, Adapters] = {}
@@ -201,24 +201,21 @@ class RouteWorkers:
         return bool(self._ready)
 
     @property
-    def sleeps(self) -> bool:
-        """Whether none is ready and one sleeps or wakes: requests can wait for it. O(workers)."""
-        return not self._ready and any(worker.sleeps for worker in self)
-
-    @property
     def is_expected(self) -> bool:
-        """Whether none is ready, and requests can wait for one that will be. O(workers)."""
+        """Whether none is ready, and requests can wait for one that will be."""
         return not self._ready and (self.to_come or self.sleeps)
 
     def add(self, worker: Worker) -> None:
         """For the registry."""
         self._workers[worker.id] = worker
+        self.has_choice = len(self._workers) > 1
         self._take_abilities(worker, worker.capabilities)
 
     def remove(self, worker: Worker) -> None:
         """For the registry."""
         self._take_ready(worker, is_ready=False)
         del self._workers[worker.id]
+        self.has_choice = len(self._workers) > 1
         self._take_adapters(worker, NO_ADAPTERS)
         self._adapters_reported.pop(worker.id, None)
         self._take_abilities(worker, None)
@@ -236,6 +233,11 @@ class RouteWorkers:
         if worker.is_ready:
             self._take_adapters(worker, worker.backend.status.adapters)
         self._take_ready(worker, is_ready=worker.is_ready)
+
+    def state_changed(self, worker: Worker) -> None:
+        """For the registry: its state may be another one, and nothing else."""
+        (self._asleep.add if worker.sleeps else self._asleep.discard)(worker.id)
+        self.sleeps = bool(self._asleep) and not self._ready
 
     def problem(self, worker: Worker) -> str:
         """Why what a worker says of itself does not go with the model; empty if it does."""
@@ -314,6 +316,7 @@ class RouteWorkers:
             return  # As with `info`: requests can wait for the next worker.
         self.capabilities = tuple(dict.fromkeys(self._abilities.values()))
         self.lacks_common = not all(each >= COMMON_CAPABILITIES for each in self.capabilities)
+        self.forwards = any(Capability.PASS_THROUGH in each for each in self.capabilities)
 
     def declare_adapters(self, names: frozenset[str]) -> None:
         """Its workers are to have these: requests for them can wait until one has."""
@@ -380,6 +383,8 @@ class Registry:
         """`places`: where workers of this cell are."""
         self._clock, self._log, self._workers_max, self._places = clock, log, workers_max, places
         self._workers: dict[WorkerId, Worker] = {}
+        self.get = self._workers.get
+        """The worker of this id; None if there is none."""
         self._routes: dict[str, RouteWorkers] = {}
         self._listeners: list[Listener] = []
 
@@ -397,10 +402,6 @@ class Registry:
     def unlisten(self, listener: Listener) -> None:
         """Tell it nothing more."""
         self._listeners.remove(listener)
-
-    def get(self, worker_id: WorkerId) -> Worker | None:
-        """The worker of this id; None if there is none."""
-        return self._workers.get(worker_id)
 
     def of(self, route: str) -> RouteWorkers:
         """The workers of one model; the same object for good, also while there are none."""
@@ -434,7 +435,7 @@ class Registry:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return None
-        worker.backend.on_change = _ignored
+        worker.backend.on_change = nothing
         worker.life.on(WorkerEvent.END, self._clock.now_ns())
         self.of(worker.route).remove(worker)
         self.tell(worker)
@@ -492,9 +493,6 @@ class Registry:
 
     def tell(self, worker: Worker) -> None:
         """Something else that counts has changed about a worker: tell the listeners."""
+        self.of(worker.route).state_changed(worker)
         for listener in self._listeners:
             listener(worker)
-
-
-def _ignored() -> None:
-    """A worker that is forgotten has nothing to say."""

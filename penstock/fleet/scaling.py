@@ -106,7 +106,9 @@ class ScaleLeader:
         return bool(self._models)
 
     async def start(self) -> None:
-        """Take over what was learned before, and begin to decide."""
+        """Take over what was learned before, and begin to decide, if any model scales."""
+        if not self._models:
+            return
         await self._load()
         now_ns = self._clock.now_ns()
         for each in self._models.values():

@@ -68,16 +68,20 @@ class Tenant:
     guess it."""
     fairness_key: str = ""
     """Names the tenant to the engines, whose queue and preemption share by it."""
+    has_levels: bool = field(init=False, repr=False)
+    """Whether its keys or its users have limits of their own. It and the next two are said once, when the
+    tenant is made: they are asked of every request."""
+    has_budget: bool = field(init=False, repr=False)
+    """Whether its spending is bounded."""
+    has_lengths: bool = field(init=False, repr=False)
+    """Whether its prompts or answers are bounded."""
 
-    @property
-    def has_levels(self) -> bool:
-        """Whether its keys or its users have limits of their own."""
-        return self.per_key is not None or self.per_user is not None
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether its spending is bounded."""
-        return bool(self.budget_day_micros or self.budget_month_micros)
+    def __post_init__(self) -> None:
+        assert self.weight > 0, self.id
+        has_levels = self.per_key is not None or self.per_user is not None
+        object.__setattr__(self, "has_levels", has_levels)
+        object.__setattr__(self, "has_budget", bool(self.budget_day_micros or self.budget_month_micros))
+        object.__setattr__(self, "has_lengths", bool(self.output_tokens_max or self.context_tokens_max))
 
 
 ANONYMOUS = Tenant(id=TenantId(""))

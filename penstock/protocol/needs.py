@@ -1,8 +1,8 @@
 """The needs of a request, the required form of the answer's text, and the places that its media may come
 from.
 
-Read once per request, from the checked body. Nearly every chat is plain (`is_plain`): it costs a few
-comparisons, and one for each message, and nothing else here is asked of it. The required form of the text is
+Read once per request, from the checked body. Nearly every chat is plain (`openai_validate.is_plain`), and
+nothing here is asked of it. The required form of the text is
 written as vLLM's `structured_outputs`: one form for every engine that has grammars.
 
 This server fetches no media. A worker does, from its own network, so an address in a message could reach what
@@ -95,18 +95,6 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_CONSTRAINT = Constraint()
-
-
-def is_plain(request: GenerationRequest) -> bool:
-    """Whether it is a chat that asks for any text as the answer to text, by parameters that many requests
-    have, as nearly all do. It has no needs (`rare_needs`), no required form, and no media.
-    """
-    return (
-        type(request) is ChatRequest
-        and request.tools is None is request.tool_choice
-        and request.response_format is None
-        and not any(isinstance(message.content, list) for message in request.messages)
-    )
 
 
 def rare_needs(request: GenerationRequest) -> list[Need]:

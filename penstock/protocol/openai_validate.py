@@ -67,6 +67,18 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     return request
 
 
+def is_plain(request: GenerationRequest) -> bool:
+    """Whether it is a chat that asks for any text as the answer to text, by parameters that many requests
+    have, as nearly all do. It has no needs (`needs.rare_needs`), no required form, and no media.
+    """
+    return (
+        type(request) is ChatRequest
+        and request.tools is None is request.tool_choice
+        and request.response_format is None
+        and not any(isinstance(message.content, list) for message in request.messages)
+    )
+
+
 def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     """Read and check `/v1/completions`.
 

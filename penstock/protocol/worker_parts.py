@@ -206,6 +206,17 @@ def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, 
         yield "logit_bias", "logit_bias has a token id twice"
 
 
+def changes_logits(sampling: SamplingParams) -> bool:
+    """Whether a request's logits are changed before a token is drawn from them."""
+    return (
+        sampling.repetition_penalty != 1
+        or bool(sampling.frequency_penalty or sampling.presence_penalty)
+        or bool(sampling.logit_bias)
+        or sampling.min_tokens > 0
+        or bool(sampling.bad_words or sampling.allowed_token_ids)
+    )
+
+
 def weight_of(weight: float) -> float:
     """The share of a fairness key that counts: what was said, if it is one."""
     return weight if math.isfinite(weight) and 0 < weight <= SCALE_MAX**2 else 1.0

@@ -1,19 +1,22 @@
 """Which request waits, and which is next: the queue (`WaitingQueue`) and its orders. A plug: the scheduler
 only ever asks for the head.
 
-FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
-AgeingQueue   the same, but a class is only worth so many seconds of waiting: none starves
-ClassQueue    by tenant in each class, the least served first; a class goes first until those below have
-              waited long enough
+FCFSQueue      smaller priority first, then earlier arrival: a class can starve those below it
+OrderedQueue   by `aged_order` the same, but a class is only worth so many seconds of waiting: none starves
+ClassQueue     by tenant in each class, the least served first; a class goes first until those below have
+               waited long enough
+
+Service is counted by the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
+(OSDI 2024), in the gateway's queue too (policy/queueing/band.py).
 """
 
 from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
-from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.schedule.request import Request
 from penstock.types import RequestId
 
@@ -144,8 +147,37 @@ class OrderedQueue:
         return len(self._waiting)
 
 
-# Fair shares between tenants, by the virtual token counter (`fair_share`).
-#
+PROMPT_COST, CACHED_COST, OUTPUT_COST = 10, 1, 20
+"""Of a prompt token that is computed, of one that a prefix cache holds and of one that is generated: in
+tenths of the first."""
+UNIT = 1000
+"""Counters are integers, in so many parts of a tenth: nothing drifts, and equal service is equal."""
+
+
+def cost(prompt: int, cached: int, output: int) -> int:
+    """The cost of serving so many tokens, in tenths of a computed prompt token."""
+    return PROMPT_COST * prompt + CACHED_COST * cached + OUTPUT_COST * output
+
+
+def share(tenths: int, weight: float) -> int:
+    """The amount that a cost adds to the counter of a tenant with this weight."""
+    assert weight > 0, weight
+    return round(tenths * UNIT / weight)
+
+
+class ServiceCounter:
+    """The service that one tenant has received."""
+
+    __slots__ = ("served",)
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    def lift(self, floor: int) -> None:
+        """The tenant comes back: it competes from `floor`, the smallest counter of those that wait."""
+        self.served = max(self.served, floor)
+
+
 # Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key
 # with the smallest counter goes first. A key that comes back to the queue is lifted to the smallest
 # counter of those that wait (if none does: to that of the key that left the queue last). For as long as
@@ -249,10 +281,7 @@ class FairWaitingQueue:
         return self._count
 
     def _counter(self, key: str) -> ServiceCounter:
-        found = self._counters.get(key)
-        if found is None:
-            found = self._counters[key] = ServiceCounter()
-        return found
+        return self._counters.get(key) or self._counters.setdefault(key, ServiceCounter())
 
     def _served(self, key: str) -> int:
         found = self._counters.get(key)
@@ -302,13 +331,11 @@ _CLASSES_MAX = 64
 """Classes whose tenants' counters are kept; over it those in which nothing waits are forgotten."""
 
 
-class _Class:
+class _Class(NamedTuple):
     """The requests of one class, by share and by age."""
 
-    __slots__ = ("ages", "shares")
-
-    def __init__(self, shares: FairWaitingQueue, ages: OrderedQueue) -> None:
-        self.shares, self.ages = shares, ages
+    shares: FairWaitingQueue
+    ages: OrderedQueue
 
 
 class ClassQueue:
@@ -424,20 +451,17 @@ class ClassQueue:
 
 # The orders, and which one a config asks for: chosen once, where the engine is wired.
 
-_NS_PER_S = 1_000_000_000
-
 
 def waiting_queue(config: EngineSettings) -> WaitingQueue:
     """The queue of `engine.scheduling`."""
-    ageing_ns = round(config.priority_ageing_s * _NS_PER_S)
-    starvation_ns = round(config.starvation_s * _NS_PER_S)
+    aged = aged_order(round(config.priority_ageing_s * NS_PER_S), round(config.starvation_s * NS_PER_S))
     match config.scheduling:
         case "fcfs":
             return FCFSQueue(config.max_waiting)
         case "priority":
-            return AgeingQueue(config.max_waiting, ageing_ns=ageing_ns, starvation_ns=starvation_ns)
+            return OrderedQueue(config.max_waiting, aged)
         case "fair":
-            return ClassQueue(config.max_waiting, aged_order(ageing_ns, starvation_ns), config.fair_weights)
+            return ClassQueue(config.max_waiting, aged, config.fair_weights)
 
 
 class FCFSQueue(OrderedQueue):
@@ -447,15 +471,6 @@ class FCFSQueue(OrderedQueue):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, by_class)
-
-
-class AgeingQueue(OrderedQueue):
-    """Smaller priority first, but waiting makes up for it: see `aged_order`."""
-
-    __slots__ = ()
-
-    def __init__(self, capacity: int, *, ageing_ns: int, starvation_ns: int) -> None:
-        super().__init__(capacity, aged_order(ageing_ns, starvation_ns))
 
 
 def by_class(request: Request) -> Order:

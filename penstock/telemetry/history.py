@@ -1,7 +1,7 @@
 """The last 15 minutes by five seconds, the last day by the minute, and three days of what SLOs count.
 
     ended requests ──> Recorder, one in each gateway process
-                          │ take(), every second
+                          │ take(), for each column and look; of several processes every second
                           v
     History.add(rows)  in the process itself, or in the parent of several (cli/wiring/processes.py)
        │        │

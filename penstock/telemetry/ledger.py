@@ -8,49 +8,40 @@ ledger.flush()              # before anything is started or the last byte is sen
 ledger.slice(id, make)      # at every slice boundary; `make` is called when it is written
 ledger.close(record)        # over: exactly once for each that was opened
 await ledger.stop()         # writes and delivers all
+
+`RequestRecords` makes these calls of what the driver says of a request.
 """
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from penstock.clock import Clock
 from penstock.config.branch import extended
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
-from penstock.policy.flow import UsageRecord
+from penstock.policy.flow import Outcome, RequestFacts, UsageRecord
 from penstock.policy.limits.budget import Spent
+from penstock.policy.limits.price import PriceList
+from penstock.policy.request import Request
 from penstock.telemetry import ledger_segment
-from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_journal import Journal, LedgerStatistics
 from penstock.telemetry.ledger_recovery import Damage, LedgerReader, recover_abandoned, report_damage
 from penstock.telemetry.ledger_segment import LEDGER_LIMITS, Claim, LedgerLimits, Progress
 from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError, SqliteSink
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import Usage
 
 USER_CHARS_MAX = 256
 """Of the `user` field, which a client can make as long as a body."""
 STOP_S = 10.0
 """How long stopping waits for a sink that lags; the journal keeps what it did not take."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class LedgerStatistics:
-    """How the ledger is doing."""
-
-    closed: int
-    """Records that were closed."""
-    pending: int
-    """Closed records that the database does not have yet."""
-    lost: int
-    sink_errors: int
-    journal_bytes: int
-    open: int
-    """Requests that were accepted and are not over."""
 
 
 class LedgerTerms(LedgerConfig, frozen=True, kw_only=True):
@@ -230,4 +221,104 @@ class Ledger:
 def _bounded(record: UsageRecord) -> UsageRecord:
     if len(record.user) <= USER_CHARS_MAX:
         return record
-    return msgspec.structs.replace(record, user=record.user[:USER_CHARS_MAX])
+    return replace(record, user=record.user[:USER_CHARS_MAX])
+
+
+class RequestRecords:
+    """Records and counts of requests: the driver's `Records`, over the ledger and the metrics.
+
+    All that one turn of the event loop accepted is written to the journal together.
+    """
+
+    def __init__(self, ledger: Ledger, prices: PriceList, metrics: Metrics, clock: Clock) -> None:
+        self._ledger, self._prices, self._metrics, self._clock = ledger, prices, metrics, clock
+
+    def opened(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._ledger.open(_opening_record(request.facts, self._clock.wall_ns()))
+
+    def progressed(self, request: Request) -> None:
+        """See `driver.Records`. As a rule a short answer ends before this would be written.
+
+        Of a whole answer its client has nothing before the end.
+        """
+        if not request.facts.is_whole:
+            self._ledger.slice(request.facts.id, partial(self._progress, request))
+
+    def closed(self, request: Request, machine_micros: int) -> None:
+        """See `driver.Records`."""
+        record = request.record(self._clock.wall_ns())
+        if version := self._prices.version:
+            record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
+        self._ledger.close(record)
+        self._ledger.flush()
+
+    def flush(self) -> None:
+        """Write what was opened, before any of it is started."""
+        self._ledger.flush()
+
+    def _progress(self, request: Request) -> Progress:
+        facts = request.facts
+        usage = Usage(
+            prompt_tokens=facts.prompt_tokens,
+            cached_tokens=request.counted_cached_tokens,
+            completion_tokens=request.completion_tokens,
+        )
+        return Progress(
+            request_id=facts.id,
+            at_ns=self._clock.wall_ns(),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_micros=self._prices.cost_micros(facts.route, usage) if self._prices.are_any else 0,
+            worker=request.worker,
+        )
+
+    def predicted(self, request: Request, error: float) -> None:
+        """See `driver.Records`."""
+        self._metrics.predicted(request.facts.route, error)
+
+    def refused(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.refused(route, reason)
+
+    def diverted(self, route: str, why: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.diverted(route, why)
+
+    def evicted(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.evicted(route, reason)
+
+    def timed_out(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._metrics.timed_out(request.facts.route)
+
+    def tried_again(self, request: Request) -> None:
+        """See `driver.Records`."""
+        count = self._metrics.migrated if request.has_begun else self._metrics.retried
+        count(request.facts.route)
+
+
+def _opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
+    """The facts of a request when it is accepted. It stands if this process ends without another word."""
+    tenant, requested = facts.tenant, facts.requested_model or facts.route
+    return UsageRecord(
+        request_id=facts.id,
+        ended_ns=wall_ns,
+        tenant=tenant.id,
+        tier=tenant.tier,
+        key_prefix=facts.key_prefix,
+        user=facts.user,
+        endpoint=facts.endpoint,
+        requested_model=requested,
+        served_model=facts.route,
+        route_reason=facts.diverted if requested != facts.route else "",
+        adapter=facts.adapter,
+        band=tenant.band,
+        outcome=Outcome.FAILED,
+        error="GatewayLost",
+        choices=facts.choices,
+        origin=facts.origin,
+        origin_id=facts.origin_id,
+    )

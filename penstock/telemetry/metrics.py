@@ -25,7 +25,7 @@ from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.counts import EndedTogether
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
-from penstock.telemetry.ledger import LedgerStatistics
+from penstock.telemetry.ledger_journal import LedgerStatistics
 from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerLabels, WorkerMeters
 
 TENANTS_MAX = 32

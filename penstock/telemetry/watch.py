@@ -32,7 +32,7 @@ from penstock.telemetry.alerting import EVALUATE_S, Alerts, Webhook
 from penstock.telemetry.audit import Audit, AuditEvent, Notes
 from penstock.telemetry.costs import COSTS_DIRECTORY, CostDays
 from penstock.telemetry.counts import Counts, Series, decode_rows
-from penstock.telemetry.history import DAY_S, MINUTE_S, SLO_S, History
+from penstock.telemetry.history import DAY_S, MINUTE_S, RECENT_STEP_S, SLO_S, History
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.log import Log
 
@@ -177,6 +177,8 @@ def _records(data: bytes) -> Iterator[tuple[int, list[tuple[Series, Counts]]]]:
 
 
 TICK_S = 1.0
+_LAST_NS = round(1.5 * TICK_S * NS_PER_S)
+"""The last tick within a column of the history is at most so long before its end."""
 LOOK_S = 5.0
 """Alerts on a screen are not older."""
 Rows = Iterable[tuple[Series, Counts]]
@@ -214,7 +216,9 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, take: Callable[[], Rows] = tuple) -> None:
-        """Take over what was before; then every second what `take` gives."""
+        """Take over what was before; then what `take` gives: once for each column of the history, before each
+        look, and every second while somebody follows it.
+        """
         self._take = take
         await self._keeper.load()
         await asyncio.to_thread(self._audit.load)
@@ -267,8 +271,10 @@ class Watch:
     async def _run(self) -> None:
         """Every second, until cancelled."""
         while True:
-            self.history.add(self._take())
-            if self._clock.now_ns() >= self._due_ns:
+            is_due = self._clock.now_ns() >= self._due_ns
+            if is_due or self._ends_column() or self.history.on_rows is not None:
+                self.history.add(self._take())
+            if is_due:
                 self._evaluate()
             await self._keeper.write_closed()
             if self._audit.has_changes:
@@ -276,6 +282,11 @@ class Watch:
             if self._costs is not None and self._costs.has_changes:
                 await asyncio.to_thread(self._write_costs, self._costs)
             await sleep(TICK_S)
+
+    def _ends_column(self) -> bool:
+        """Whether what has ended is of a column that will be over at the next tick."""
+        wall_ns, step_ns = self._clock.wall_ns(), RECENT_STEP_S * NS_PER_S
+        return (wall_ns + _LAST_NS) // step_ns > wall_ns // step_ns
 
     def _evaluate(self) -> None:
         self._due_ns = self._clock.now_ns() + round(EVALUATE_S * NS_PER_S)

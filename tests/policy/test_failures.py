@@ -209,3 +209,19 @@ def test_fingerprints_keep_tenants_models_and_prompts_apart() -> None:
     ]
     assert len({fingerprint(each) for each in [one, replace(one, id=RequestId("b")), *others]}) == 4
     assert fingerprint(replace(one, prompts=())) is None
+
+
+def test_the_quarantine_is_there_from_the_first_crash_on_and_for_every_model() -> None:
+    made = control(W, V)
+    made.set_worker(0, "other", W, WorkerView(max_running=1))
+    accept(made, "r0", prompt=(1, 2))
+    starts(made)
+    made.failed(0, RequestId("r0"), GONE, retry=True)
+    assert made.model_queue("m").apart is None, "a connection was lost, and no process ended"
+    starts(made)
+    made.failed(0, RequestId("r0"), WorkerUnavailable("ended", died=True), retry=True)
+    made.dispatch(0)
+    apart = made.model_queue("m").apart
+    assert apart is not None
+    assert apart is made.model_queue("other").apart
+    assert apart.is_apart(RequestId("r0"))

@@ -30,10 +30,12 @@ class CountsMore(Counts):
 
 def test_a_hook_that_does_nothing_is_not_called() -> None:
     one, other = Counts(), CountsMore()
-    hooks = Hooks([Extra(), one, other])
+    hooks = Hooks()
+    for each in (other, one, Extra()):
+        hooks.put(0, each)
     assert hooks.started == [one.started, other.started]
     assert [next_ns() for next_ns in hooks.next_ns] == [7, 7]
     assert hooks.left == [other.left]
-    idle = set(Hooks.__slots__) - {"started", "next_ns", "left"}
+    idle = set(Hooks.__slots__) - {"_extras", "started", "next_ns", "left"}
     assert not any(getattr(hooks, name) for name in idle)
     assert idle | {"started", "next_ns", "left"} == {name for name in vars(Extra) if not name.startswith("_")}

@@ -17,13 +17,12 @@ from penstock.protocol.needs import (
     common_needs,
     constraint_of,
     forced_tool,
-    is_plain,
     rare_needs,
     text_only,
     unsupported,
 )
 from penstock.protocol.openai import ChatRequest
-from penstock.protocol.openai_validate import parse_chat, parse_completion
+from penstock.protocol.openai_validate import is_plain, parse_chat, parse_completion
 from penstock.protocol.parameters import Need
 from penstock.types import Capability
 

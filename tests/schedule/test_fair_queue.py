@@ -3,14 +3,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
+from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
 from penstock.schedule.queue import (
-    AgeingQueue,
     ClassQueue,
     FairWaitingQueue,
     FCFSQueue,
+    OrderedQueue,
     aged_order,
     by_class,
     waiting_queue,
@@ -37,7 +38,7 @@ def names(queue, count: int | None = None) -> list[str]:
 
 
 def test_waiting_makes_up_for_class() -> None:
-    queue = AgeingQueue(10, ageing_ns=100, starvation_ns=10_000)
+    queue = OrderedQueue(10, aged_order(100, 10_000))
     for request in (
         make(1, priority=1, arrival_ns=0),
         make(2, arrival_ns=90),
@@ -49,7 +50,7 @@ def test_waiting_makes_up_for_class() -> None:
 
 
 def test_with_one_class_it_is_first_come_first_served() -> None:
-    queue = AgeingQueue(10, ageing_ns=100, starvation_ns=1000)
+    queue = OrderedQueue(10, aged_order(100, 1000))
     for number in (3, 1, 2):
         queue.push(make(number, priority=7, arrival_ns=number))
     assert names(queue) == ["r1", "r2", "r3"]
@@ -264,7 +265,10 @@ def test_a_full_queue_counts_all_classes_and_forgets_empty_ones() -> None:
 
 def test_the_config_chooses_the_order() -> None:
     assert type(waiting_queue(EngineSettings(scheduling="fcfs"))) is FCFSQueue
-    assert type(waiting_queue(EngineSettings(scheduling="priority"))) is AgeingQueue
+    aged = waiting_queue(EngineSettings(scheduling="priority", priority_ageing_s=1.0))
+    aged.push(make(1, priority=1, arrival_ns=0))
+    aged.push(make(2, arrival_ns=NS_PER_S + 1))
+    assert names(aged) == ["r1", "r2"]
     queue = waiting_queue(EngineSettings(fair_weights={"gold": 4}))
     assert isinstance(queue, ClassQueue)
     queue.charge(make(1, key="gold"), prompt=8)

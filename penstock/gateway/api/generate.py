@@ -61,12 +61,11 @@ from penstock.protocol.needs import (
     check_media,
     common_needs,
     constraint_of,
-    is_plain,
     rare_needs,
     unsupported,
 )
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
-from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
+from penstock.protocol.openai_validate import is_plain, parse_chat, parse_completion, prompts_of
 from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
@@ -310,8 +309,8 @@ class Generate:
         services.dispatcher.move(request, facts, start)
 
     def _keys(self, job: Job) -> PromptKeys | None:
-        """The names of the prompt's KV blocks; several prompts have no one place."""
-        if len(job.prompts) != 1:
+        """The names of the prompt's KV blocks; several prompts have no one place, and one worker no rival."""
+        if len(job.prompts) != 1 or not job.model.workers.has_choice:
             return None
         prompt = job.prompts[0]
         return self._services.locality.maker(job.model.name).keys(

@@ -40,7 +40,7 @@ from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import PROSE, AnswerParser, ThoughtCount
 from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
-from penstock.types import PLACE, Capability, RequestId, SamplingParams, places_of
+from penstock.types import PLACE, RequestId, SamplingParams, places_of
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
@@ -357,7 +357,6 @@ def uses_tools(request: GenerationRequest) -> bool:
 
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """`reasoning_effort`: the share of an answer's tokens that its reasoning may take."""
-_MAY_FORWARD = frozenset({Capability.PASS_THROUGH})
 
 
 def template_extra(request: ChatRequest) -> dict[str, Any] | None:
@@ -462,7 +461,7 @@ def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
 
 def forwards(model: ServedModel) -> bool:
     """Whether some worker of it is a provider, which makes of the parameter what it likes."""
-    return not model.workers.lacking(_MAY_FORWARD)
+    return model.workers.forwards
 
 
 def is_prose(job: Job) -> bool:

@@ -17,7 +17,6 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError, WorkerEjected
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.guests import guest_of
-from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
@@ -28,7 +27,7 @@ from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.request import Request
 from penstock.protocol.cells import Guest
 from penstock.telemetry.catalog import OutcomeLabel as Answer
-from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger import Ledger, RequestRecords
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, WorkerId
@@ -59,7 +58,7 @@ class Dispatcher:
         self._metrics, self._health, self.registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
         self.meters = Meters(policies.prices, is_shared=processes > 1)
-        self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
+        self._records = RequestRecords(ledger, policies.prices, metrics, clock)
         self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False

@@ -307,7 +307,8 @@ def chat_max_tokens(
         InvalidRequest: the tenant may not have answers that long.
     """
     asked = request.max_completion_tokens or request.max_tokens
-    check_tokens(tenant, num_prompt, asked, param="messages")
+    if tenant.has_lengths:
+        check_tokens(tenant, num_prompt, asked, param="messages")
     return _room(asked, num_prompt, info, tenant, "messages")
 
 
@@ -322,7 +323,8 @@ def completion_max_tokens(
     """
     # A prompt is scored with its answer's first token, which is dropped: `ScoringSink`.
     asked = None if request.max_tokens is None else max(1, request.max_tokens)
-    check_tokens(tenant, num_prompt, asked, param="prompt")
+    if tenant.has_lengths:
+        check_tokens(tenant, num_prompt, asked, param="prompt")
     room = _room(asked, num_prompt, info, tenant, "prompt")
     return room if asked is not None else min(COMPLETION_MAX_TOKENS, room)
 
@@ -427,7 +429,10 @@ def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, p
             f"reduce the length of the {param} or completion.",
             param=param,
         )
-    return asked if asked is not None else output_room(tenant, num_prompt, len_max - num_prompt)
+    if asked is not None:
+        return asked
+    room = len_max - num_prompt
+    return output_room(tenant, num_prompt, room) if tenant.has_lengths else room
 
 
 def _first(asked: float | None, default: float | None, otherwise: float) -> Any:  # noqa: ANN401

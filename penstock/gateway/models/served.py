@@ -305,7 +305,8 @@ class ModelTable:
         if (found := self._assigned(request, tenant, session)) is not None:
             return found
         model = self.get(request.model, tenant)
-        check_model(tenant, model.name)
+        if tenant.models:  # Else it may use all of them.
+            check_model(tenant, model.name)
         return Resolved(model)
 
     def _assigned(self, request: GenerationRequest, tenant: Tenant, session: str) -> "Resolved | None":

@@ -1,6 +1,6 @@
 """The hooks for plug-ins on the lives of requests, and the attempt clock: a plug-in that exists from the
-first external worker on, or the first request whose client waits only so long. Hedging and the crash
-quarantine are the others.
+first external worker on, or the first request whose client waits only so long. The crash quarantine, which
+exists from the first crash of a worker on, and hedging are the others.
 
 `FlowControl` calls each hook of each plug-in that is configured; one that is off is absent. A plug-in keeps
 what it knows beside the request, not in it.
@@ -24,7 +24,7 @@ Of a worker of ours more is known (heartbeats, its queue, how fast it computes),
 configuration's bounds (section `backends`) hold in any case, where the connection is read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_MS, NS_PER_S
@@ -97,11 +97,21 @@ class Hooks:
     """
 
     __slots__ = (
-        "attempt_lost", "due", "ending", "evictions", "finished", "first_output", "left", "next_ns", "queued",
-        "refusal", "started",
+        "_extras", "attempt_lost", "due", "ending", "evictions", "finished", "first_output", "left",
+        "next_ns", "queued", "refusal", "started",
     )  # fmt: skip
 
-    def __init__(self, extras: Sequence[Extra]) -> None:
+    def __init__(self) -> None:
+        self._extras: list[Extra] = []
+        self._list()
+
+    def put(self, index: int, extra: Extra) -> None:
+        """Have one more, at this place of the order in which they are asked."""
+        self._extras.insert(index, extra)
+        self._list()
+
+    def _list(self) -> None:
+        extras = self._extras
         self.refusal = [each.refusal for each in extras if _does(each, Extra.refusal)]
         self.queued = [each.queued for each in extras if _does(each, Extra.queued)]
         self.started = [each.started for each in extras if _does(each, Extra.started)]
@@ -113,12 +123,6 @@ class Hooks:
         self.evictions = [each.evictions for each in extras if _does(each, Extra.evictions)]
         self.due = [each.due for each in extras if _does(each, Extra.due)]
         self.next_ns = [each.next_ns for each in extras if _does(each, Extra.next_ns)]
-
-    def put_first(self, extra: Extra) -> None:
-        """Have one more, before all others."""
-        for name in self.__slots__:
-            if _does(extra, getattr(Extra, name)):
-                getattr(self, name).insert(0, getattr(extra, name))
 
 
 def _does(extra: Extra, hook: Callable[..., object]) -> bool:

@@ -16,10 +16,10 @@ from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
+from penstock.errors import Draining, Evicted, PenstockError, WorkerError, WorkerUnavailable
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.extras.hedging import MARK, Hedging
-from penstock.policy.extras.hooks import AttemptClock, Extra, Hooks
+from penstock.policy.extras.hooks import AttemptClock, Hooks
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import (
     Abort,
@@ -56,7 +56,7 @@ class FlowControl:
     __slots__ = (
         "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_has_clock", "_hooks",
         "_model_queues", "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set",
-        "_transitions", "hedging", "request",
+        "_transitions", "hedging", "model_queue", "request",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
@@ -69,22 +69,21 @@ class FlowControl:
             self._policies, self._accounts, self._requests, self._look, retries_max=self._config.retries_max
         )
         self._model_queues: dict[str, ModelQueue] = {}
+        self.model_queue = self._model_queues.get
+        """A model's queue and workers, for gauges."""
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
         self._timers_set, self._pending = 0, list[Action]()
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        self._has_clock, extras = False, list[Extra]()
+        self._hooks, self._has_clock = Hooks(), False
         self._quarantine: CrashQuarantine | None = None
-        if self._policies.poison is not None:
-            self._quarantine = CrashQuarantine(self._policies.poison)
-            extras.append(self._quarantine)
+        """There is one from the first crash of a worker on."""
         if (hedges := self._policies.hedges) is not None:
             health, change = self._policies.health, self._touch
             self.hedging = Hedging(hedges, health, self._requests, on_lost=self._lost, on_change=change)
-            extras.append(self.hedging)
-        self._hooks = Hooks(extras)
+            self._hooks.put(0, self.hedging)
         self._transitions = Transitions(
             self._policies, self._accounts, self._requests, self._hooks,
             on_change=self._touch, on_dropped=self._drop_for_room,
@@ -189,11 +188,17 @@ class FlowControl:
 
     def _use_clock(self) -> None:
         assert not self._has_clock, "attempts have one clock"
-        policies, self._has_clock = self._policies, True
-        clock = AttemptClock(
-            self._requests, policies.health, self._fallbacks.can_leave, first_token_ns=policies.first_token_ns
-        )
-        self._hooks.put_first(clock)
+        self._has_clock, policies, can_leave = True, self._policies, self._fallbacks.can_leave
+        bound_ns = policies.first_token_ns
+        clock = AttemptClock(self._requests, policies.health, can_leave, first_token_ns=bound_ns)
+        self._hooks.put(0, clock)
+
+    def _use_quarantine(self) -> None:
+        if (poison := self._policies.poison) is not None:
+            self._quarantine = CrashQuarantine(poison)
+            self._hooks.put(int(self._has_clock), self._quarantine)
+            for model_queue in self._model_queues.values():
+                model_queue.apart = self._quarantine
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
         """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported
@@ -328,27 +333,6 @@ class FlowControl:
             actions += due(now_ns)
         return actions
 
-    def shed(self, now_ns: int, route: str) -> Sequence[Action]:
-        """Make KV memory free at workers that reported it nearly full.
-
-        `dispatch` calls it after every report.
-
-        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's
-        own preemption is fair, and nothing is lost by it. Lowest band first, in it the longest answer still
-        to come; protected bands never.
-        """
-        model_queue, actions = self._model_queues.get(route), list[Action]()
-        for worker in model_queue.workers.take_fresh() if model_queue is not None else ():
-            assert model_queue is not None, "its rooms were just looked at"
-            view = worker.view
-            if view.kv_blocks_used <= view.kv_blocks_total * self._config.shed_kv_above:
-                continue  # Nearly always: no worker need be looked up.
-            here = [self._booked_as(name) for name in worker.begun]
-            for request in victims(self._config, model_queue, worker, here):
-                error = Evicted("gave way to requests of a higher band: KV memory ran out")
-                self._evict(now_ns, request, "memory", error, actions)
-        return actions
-
     def next_ns(self, now_ns: int) -> int | None:
         """When `dispatch` must be called if nothing happens until then; not before `now_ns`.
 
@@ -380,10 +364,6 @@ class FlowControl:
     def can_move(self, now_ns: int, request: Request, *, now: bool) -> bool:
         """Whether a request that runs would continue elsewhere if its worker ended it; `now`: at once."""
         return self._fallbacks.can_move(now_ns, request, now=now)
-
-    def model_queue(self, route: str) -> ModelQueue | None:
-        """A model's queue and workers, for gauges."""
-        return self._model_queues.get(route)
 
     def __len__(self) -> int:
         """Requests that were accepted and have not ended."""
@@ -432,12 +412,28 @@ class FlowControl:
             assert isinstance(answer, Start), "what is dispatched starts"
             actions.append(answer)
         if self._config.shed_kv_above < 1:
-            actions += self.shed(now_ns, model_queue.route)
+            self._shed(now_ns, model_queue, actions)
         due_ns = model_queue.due_ns(now_ns)
         if due_ns is not None and (model_queue.timer_ns is None or due_ns < model_queue.timer_ns):
             model_queue.timer_ns = due_ns
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, model_queue))
+
+    def _shed(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
+        """Make KV memory free at workers that reported it nearly full: after every report.
+
+        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's
+        own preemption is fair, and nothing is lost by it. Lowest band first, in it the longest answer still
+        to come; protected bands never.
+        """
+        for worker in model_queue.workers.take_fresh():
+            view = worker.view
+            if view.kv_blocks_used <= view.kv_blocks_total * self._config.shed_kv_above:
+                continue  # Nearly always: no worker need be looked up.
+            here = [self._booked_as(name) for name in worker.begun]
+            for request in victims(self._config, model_queue, worker, here):
+                error = Evicted("gave way to requests of a higher band: KV memory ran out")
+                self._evict(now_ns, request, "memory", error, actions)
 
     def _look_elsewhere(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
         """If no worker is left, or none may be used: what waits falls back to another model under the rules
@@ -483,13 +479,15 @@ class FlowControl:
         error: PenstockError | None,
         usage: Usage | None = None,
     ) -> None:
+        if self._quarantine is None and isinstance(error, WorkerError) and error.died:
+            self._use_quarantine()
         for attempt_lost in self._hooks.attempt_lost:
             attempt_lost(now_ns, request, worker, error, usage)
 
     def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
         """An event of a request concerns all of its attempts: a second one ends first."""
-        aborts = [ending(now_ns, request) for ending in self._hooks.ending]
-        actions += [abort for abort in aborts if abort is not None]
+        if endings := self._hooks.ending:
+            actions += [abort for ending in endings if (abort := ending(now_ns, request)) is not None]
 
     def _touch(self, model_queue: ModelQueue) -> None:
         self._dirty[model_queue.route] = model_queue

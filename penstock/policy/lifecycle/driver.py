@@ -212,7 +212,8 @@ class Driver:
         """An attempt has its first output; `cached_tokens` of the prompts, if the worker reported them."""
         self.take_lead(now_ns, request, attempt)
         self.control.first_output(now_ns, request.id, cached_tokens=cached_tokens)
-        self._meters.began(request)
+        if self._meters.are_any:
+            self._meters.began(request)
         # From here on its prompt counts, also if nothing more is reported.
         self._records.progressed(request)
         # A request that was tried again, or hedged, was not what the prediction was about.
@@ -228,7 +229,8 @@ class Driver:
         """
         new = max(0, num_tokens - request.completion_tokens)
         stop = self.control.output(now_ns, request.id, new)
-        self._meters.produced(request)
+        if self._meters.are_any:
+            self._meters.produced(request)
         self._records.progressed(request)
         if stop is None:
             return True
@@ -344,10 +346,11 @@ class Driver:
         request = self.control.request(start.id)
         if request is None:  # A port ended it, as it carried out an action before this one.
             return
-        if start.is_hedge:
-            self._meters.started_beside(now_ns, request, start.worker_id)
-        else:
-            self._meters.started(now_ns, request)
+        if self._meters.are_any:
+            if start.is_hedge:
+                self._meters.started_beside(now_ns, request, start.worker_id)
+            else:
+                self._meters.started(now_ns, request)
         self._workers.start(now_ns, request, start)
 
     def _give_up(self, now_ns: int, action: GiveUp) -> None:
@@ -368,7 +371,9 @@ class Driver:
 
     def _close(self, now_ns: int, settled: Settled, error: PenstockError | None = None) -> None:
         request = settled.request
-        machine_micros = self._meters.settled(now_ns, request, request.machine_micros)
+        machine_micros = request.machine_micros
+        if self._meters.are_any:
+            machine_micros = self._meters.settled(now_ns, request, machine_micros)
         self._records.closed(request, machine_micros)
         self._clients.settled(now_ns, request, error)
 

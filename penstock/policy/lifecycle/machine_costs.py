@@ -315,7 +315,8 @@ class Meters:
 
     def __init__(self, prices: PriceList, *, is_shared: bool = False) -> None:
         """`is_shared`: other gateways use the workers too."""
-        self._prices, self._is_shared = prices, is_shared
+        self._prices, self._is_shared, self.are_any = prices, is_shared, False
+        """Whether there was ever a worker that has a price: before, nothing need be told of requests."""
         self._routes: dict[WorkerId, str] = {}
         self._accounts: dict[WorkerId, AcceleratorCost] = {}
         self._reported: dict[WorkerId, ReportedCost] = {}
@@ -337,7 +338,7 @@ class Meters:
         self._left.discard(worker)
         if not price or worker in self._accounts or worker in self._reported:
             return
-        self._routes[worker] = route
+        self._routes[worker], self.are_any = route, True
         self._costs.setdefault(route, Costs())
         if tells:
             self._reported[worker] = ReportedCost(now_ns, price)

@@ -42,9 +42,9 @@ class ModelQueue:
     """The requests that wait for one model, and the workers that could run them."""
 
     __slots__ = (
-        "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
-        "_no_worker_ns", "_now_ns", "avoid", "gap_ns", "held", "leaving", "pace", "peers", "placement",
-        "queue", "route", "timer_ns", "workers",
+        "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
+        "_no_worker_ns", "_now_ns", "apart", "avoid", "gap_ns", "held", "leaving", "pace", "peers",
+        "placement", "queue", "route", "timer_ns", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelQueue:
         apart: IsolatedStarts | None = None,
     ) -> None:
         """`apart` knows the requests that must start apart from others; None: there are none."""
-        self._apart = apart
+        self.apart = apart
         config = self._config = queue_terms(config)
         self.route, self.placement, self._health = route, placement, health
         self.pace = pace or Pace()
@@ -164,7 +164,7 @@ class ModelQueue:
         """
         if self.queue.num_waiting:
             return None
-        taken = self._apart.taken(self.route) if self._apart is not None else ()
+        taken = self.apart.taken(self.route) if self.apart is not None else ()
         blocked = self._blocked(now_ns, work).union((worker,), taken, self.peers.ids)
         capacity = self._place(now_ns, work, _NOBODY, blocked)
         if capacity is None or isinstance(capacity, Hold):
@@ -203,7 +203,7 @@ class ModelQueue:
 
     def is_apart(self, work: Work) -> bool:
         """Whether it must start apart from others."""
-        return self._apart is not None and self._apart.is_apart(work.id)
+        return self.apart is not None and self.apart.is_apart(work.id)
 
     def forget(self, work: Work) -> None:
         """It has ended."""
@@ -385,8 +385,8 @@ class ModelQueue:
             blocked = self.peers.blocked(now_ns, work, blocked)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
-        if self._apart is not None:
-            blocked |= self._apart.barred(self.route, work.id)
+        if self.apart is not None:
+            blocked |= self.apart.barred(self.route, work.id)
         return blocked
 
     def _place(
