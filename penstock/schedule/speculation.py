@@ -22,8 +22,8 @@ bring what they saved, and while more was spent than gained nothing further is r
 the time. So the loss is bounded where reading does not pay, whatever the lengths of answers.
 
 The first draft of a step makes rows into chunks, and costs a part that the law has no term for: it is learnt
-from how far steps with drafts run over their law, and counts against all drafts of a step together. What
-drafts brought and cost is kept on a second account, by the times that their steps took: while it is in debt
+from how far steps with drafts run over their law, and counts against all drafts of a step together. The
+gains and costs of drafts are on a second account, by the times that their steps took: while it is in debt
 there are none, but for a hundredth of the time. So nothing that a law does not know loses more than that.
 
 A look at a batch costs time too. Where no draft paid, the next look comes `REST_STEPS` later, or when an
@@ -120,7 +120,7 @@ class Speculation:
         self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
         self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
         self._profit_ns, self._is_open = 0.0, False  # Of drafts, by the times that their steps took.
-        self._jump_ns = 0.0  # What the law misses of a step with drafts.
+        self._jump_ns = 0.0  # Of a step with drafts, missed by the law.
         self._read_ns = 0.0  # In the last step with drafts, by the law.
         self._num_right = 0  # Since the last step with drafts was counted.
         self._rest = self._num_rows = 0  # Looks to skip, while so many rows decode.
@@ -191,7 +191,7 @@ class Speculation:
             self._laws.drafted = None
             base_ns, law_ns = model.predict_ns(done.base), model.predict_ns(done.load)
             missed_ns = (min(done.step_ns / law_ns, RATIO_MAX) / self._laws.usual - 1.0) * law_ns
-            # What was read has an account of its own.
+            # Reading has an account of its own.
             passes_ns = self._drafting.predict_ns(done.passes) - self._read_ns
             if not self._read_ns:
                 passes_ns = min(done.passes_ns / self._laws.usual, RATIO_MAX * passes_ns)
