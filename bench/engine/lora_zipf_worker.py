@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.clock import Clock, SystemClock
 from penstock.config.tree import EngineConfig
-from penstock.engine.adapters.files import Packed
+from penstock.engine.adapters.files import Packed, never
 from penstock.engine.core import StepRunner, TakesAdapters
 from penstock.engine.pooling.load import build_any_runner
 from penstock.engine.runner import OnProgress
@@ -48,9 +48,9 @@ def build_runner(model_path: str, config: EngineConfig, clock: Clock, on_progres
     assert reader is not None
     read = reader.read
 
-    def slowly(directory: Path, digest: str = "") -> tuple[str, Packed]:
+    def slowly(directory: Path, digest: str = "", pause: Callable[[], None] = never) -> tuple[str, Packed]:
         begun = time.monotonic()
-        found = read(directory, digest)
+        found = read(directory, digest, pause)
         if digest and slow.exists():  # Not when it is read for the first time, to see whether it can be.
             time.sleep(max(0.0, load_s - (time.monotonic() - begun)))
         return found

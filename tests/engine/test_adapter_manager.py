@@ -1,5 +1,6 @@
 """Which adapters a worker has, who waits for one, and what goes when memory is short."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,7 +39,7 @@ class Reader:
     def fetch(self, path: str, *, again: bool = False) -> Path:
         return Path(path)
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
+    def read(self, directory: Path, digest: str, pause: Callable[[], None]) -> tuple[str, Packed]:
         assert self.may_go_on.wait(10)
         self.read_names.append(directory.name)
         if directory.name == "bad":

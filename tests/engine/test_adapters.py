@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -283,8 +284,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     """Its digest, which names KV blocks, would be of other bytes than those that are computed with."""
     digest = files._digest  # pyright: ignore[reportPrivateUsage]
 
-    def then_changed(config: bytes, path: Path) -> str:
-        found, tensors = digest(config, path), load_file(path)
+    def then_changed(config: bytes, path: Path, pause: Callable[[], None]) -> str:
+        found, tensors = digest(config, path, pause), load_file(path)
         save_file({name: tensor * 2 for name, tensor in tensors.items()}, path)
         return found
 

@@ -8,13 +8,13 @@ Rows of one step may have different adapters, or none. A row's bits depend on it
 those of other rows, nor on how many rows share one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer
+from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer, never
 from penstock.engine.adapters.native_layout import NativePacker
 from penstock.engine.arrays import Int32Array
 from penstock.engine.layers.linear import Calls, Linear, TorchLinear, torch_linear
@@ -98,7 +98,7 @@ class TorchPacker:
     def __init__(self, rows_max: int) -> None:
         self._rows_max, self._calls = rows_max, Calls(torch.float32)
 
-    def pack(self, weights: AdapterWeights) -> TorchPacked:
+    def pack(self, weights: AdapterWeights, pause: Callable[[], None] = never) -> TorchPacked:
         """See `Packer`."""
         num_bytes = 0
 
@@ -109,6 +109,7 @@ class TorchPacker:
             down, up = (
                 torch_linear(each, None, rows_max=self._rows_max, calls=self._calls) for each in (a, b)
             )
+            pause()
             return _TorchPart(down, up, a.shape[0], b.shape[0], part.first, part.scale)
 
         layers = tuple(

@@ -6,7 +6,7 @@ Only safetensors are read: a pickle could run code. A message names file, tensor
 import hashlib
 import math
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -85,9 +85,23 @@ class Packed(Protocol):
 class Packer(Protocol):
     """Makes adapters ready. May be called on any thread while steps run."""
 
-    def pack(self, weights: AdapterWeights) -> Packed:
-        """Ready to be computed with."""
+    def pack(self, weights: AdapterWeights, pause: Callable[[], None]) -> Packed:
+        """Ready to be computed with. `pause` is called between pieces of the work."""
         ...
+
+
+def never() -> None:
+    """No pause."""
+
+
+@dataclass(slots=True, frozen=True)
+class Base:
+    """The decoder that adapters are for."""
+
+    spec: DecoderSpec
+    names: CheckpointNames
+    dtype: torch.dtype
+    """Of the tensors that are read."""
 
 
 class AdapterReader:
@@ -96,19 +110,22 @@ class AdapterReader:
     def __init__(
         self, spec: DecoderSpec, names: CheckpointNames, dtype: torch.dtype, packer: Packer, *, bytes_max: int
     ) -> None:
-        self._spec, self._names, self._dtype, self._packer = spec, names, dtype, packer
+        self._base, self._packer = Base(spec, names, dtype), packer
         self.bytes_max = bytes_max
         """Memory that all adapters may take together."""
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
-        """The digest of the adapter in a PEFT directory, and the adapter, ready.
+    def read(
+        self, directory: Path, digest: str = "", pause: Callable[[], None] = never
+    ) -> tuple[str, Packed]:
+        """The digest of the adapter in a PEFT directory, and the adapter, ready. `pause` is called between
+        pieces of the work.
 
         Raises:
             CheckpointError: see `read_adapter`.
         """
         with torch.inference_mode():
-            weights = read_adapter(directory, self._spec, self._names, self._dtype, digest=digest)
-            return weights.digest, self._packer.pack(weights)
+            weights = read_adapter(directory, self._base, digest, pause)
+            return weights.digest, self._packer.pack(weights, pause)
 
 
 class _Entry(msgspec.Struct):
@@ -119,12 +136,8 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def read_adapter(
-    directory: Path, spec: DecoderSpec, names: CheckpointNames, dtype: torch.dtype, *, digest: str = ""
-) -> AdapterWeights:
-    """The adapter in a PEFT directory, its tensors in `dtype`.
-
-    With a `digest` its files must have that one.
+def read_adapter(directory: Path, base: Base, digest: str, pause: Callable[[], None]) -> AdapterWeights:
+    """The adapter in a PEFT directory. With a `digest` its files must have that one.
 
     Raises:
         CheckpointError: it is no adapter for this model, or one that is not supported.
@@ -140,10 +153,11 @@ def read_adapter(
         raise CheckpointError(f"{directory}: has no {WEIGHTS_FILE}")
     stamp = _stamp(path)
     header = _header(path)
-    found_digest = _digest(config_bytes, path)
+    found_digest = _digest(config_bytes, path, pause)
     if digest and found_digest != digest:
         raise CheckpointError(f"{directory}: its digest is {found_digest}, expected {digest}")
-    targets = adapter_targets(spec, names)
+    spec = base.spec
+    targets = adapter_targets(spec, base.names)
     pairs = _pairs(path, header, targets, spec.num_layers)
     layers: list[dict[str, list[LoraPart]]] = [{} for _ in range(spec.num_layers)]
     try:
@@ -151,10 +165,11 @@ def read_adapter(
             for at, (a_name, b_name) in pairs.items():
                 target = targets[at.module]
                 rank = _check_shapes(path, header, (a_name, b_name), target, config)
-                a, b = (_tensor(path, file, name, dtype) for name in (a_name, b_name))
+                a, b = (_tensor(path, file, name, base.dtype) for name in (a_name, b_name))
                 scale = config.scale(f"layers.{at.layer}.{at.module}", rank)
                 part = LoraPart(a, b, scale, target.first)
                 layers[at.layer].setdefault(target.fused, []).extend(_split(part, target, spec))
+                pause()
         if _stamp(path) != stamp:  # Else the digest could be of other bytes than the answers.
             raise CheckpointError(f"{path}: was changed while it was read")
     except (SafetensorError, OSError) as error:
@@ -235,12 +250,13 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _digest(config: bytes, path: Path) -> str:
+def _digest(config: bytes, path: Path, pause: Callable[[], None]) -> str:
     hasher = hashlib.blake2b(digest_size=32, person=b"penstock adapter")
     hasher.update(len(config).to_bytes(8, "little") + config)
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
             hasher.update(chunk)
+            pause()
     return hasher.hexdigest()
 
 

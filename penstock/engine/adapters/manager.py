@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
+from penstock.engine.adapters.pauses import Pauses
 from penstock.errors import PenstockError
 from penstock.protocol.worker import Submit
 from penstock.protocol.worker_parts import (
@@ -38,8 +39,8 @@ class Reads(Protocol):
         """Memory that all adapters may take together."""
         ...
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, InMemory]:
-        """The digest, and the adapter, ready."""
+    def read(self, directory: Path, digest: str, pause: Callable[[], None]) -> tuple[str, InMemory]:
+        """The digest, and the adapter, ready. `pause` is called between pieces of the work."""
         ...
 
 
@@ -93,8 +94,13 @@ class AdapterManager:
         self.pool: AdapterPool[WaitingRequest] = AdapterPool(
             clock, slots=slots, bytes_max=reader.bytes_max, read=self._jobs.put
         )
+        self.pauses = Pauses(clock)
+        """To be told whether steps run."""
         self._thread = Thread(
-            target=_read_all, args=(self._jobs, reader, fetcher, post), name="worker-adapters", daemon=True
+            target=_read_all,
+            args=(self._jobs, reader, fetcher, post, self.pauses),
+            name="worker-adapters",
+            daemon=True,
         )
         self._thread.start()
 
@@ -169,11 +175,14 @@ def _read_all(
     reader: Reads,
     fetcher: Fetches,
     post: Callable[[AdapterRead], None],
+    pauses: Pauses,
 ) -> None:
     """The thread's life: one adapter after the other."""
     while (entry := jobs.get()) is not None:
         try:
-            digest, packed = reader.read(fetcher.fetch(entry.path, again=entry.was_read), entry.digest)
+            directory = fetcher.fetch(entry.path, again=entry.was_read)
+            pauses.begin()
+            digest, packed = reader.read(directory, entry.digest, pauses.pause)
             post(AdapterRead(entry, digest, packed))
         except PenstockError as error:
             post(AdapterRead(entry, error=str(error)))

@@ -24,11 +24,11 @@ constexpr int64_t kAheadRows = 8;
 // Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
 #ifdef __AVX512BF16__
 using Wide = bf16;
-constexpr bool kWideInputs = false;
+constexpr bool kWideInputs = false, kInRegisters = true;
 static inline PairInput spread(const bf16 *x) { return spread_pair(x); }
 #else
 using Wide = float;
-constexpr bool kWideInputs = true;
+constexpr bool kWideInputs = true, kInRegisters = false;
 static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
 #endif
 
@@ -63,7 +63,8 @@ class Wanted {
 // push those of the rows out of their registers, inside of the innermost loop.
 template <int R, int H>
 static __attribute__((noinline)) void bf16_halves(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
-                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted,
+                                                  const AddedRows *added) {
   F16 acc[R][H];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
@@ -82,15 +83,18 @@ static __attribute__((noinline)) void bf16_halves(const bf16 *w, const Wide *a, 
       }
     }
   }
+  if constexpr (kInRegisters && H == 2)
+    if (added) add_in_place<bf16>(added, acc);
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted) {
+                      bool fresh, Wanted *wanted, const AddedRows *added) {
   constexpr int H = halves_at_once(R);
-  for (int h = 0; h < 2; h += H) bf16_halves<R, H>(w + h * 512, a, lda, k_first, k_last, sums + h * 16, fresh, wanted);
+  for (int h = 0; h < 2; h += H)
+    bf16_halves<R, H>(w + h * 512, a, lda, k_first, k_last, sums + h * 16, fresh, wanted, added);
 }
 
 template <int R, int H>
@@ -201,15 +205,18 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
-  if (w->type == PS_BF16)
+  AddedRows rows;
+  bool ends = piece->k_last == w->k_padded, added = false;
+  if (w->type == PS_BF16) {
+    added = kInRegisters && ends && find_added(piece, panel, row, R, &rows);
     bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
-                 piece->k_first, piece->k_last, sums, fresh, wanted);
-  else if (w->type == PS_F32)
+                 piece->k_first, piece->k_last, sums, fresh, wanted, added ? &rows : nullptr);
+  } else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
-  if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
+  if (ends) added ? finish_sums(piece, panel, row, R, sums) : finish_block(piece, panel, row, R, sums);
 }
 
 // 64 values from x + i (zeros past k) as int8.

@@ -1,0 +1,47 @@
+"""Pauses of a thread that works beside the step loop.
+
+A step waits for the slower half of its work, so a thread that takes one of two cores for long makes it half
+as long again. Work in small pieces, with pauses between them while steps run, takes a share of each of
+several steps in place of a whole one.
+"""
+
+from threading import Event
+
+from penstock.clock import NS_PER_S, Clock
+
+SHARE = 3.0
+"""A pause is so many times as long as the piece of work before it."""
+PAUSE_S_MAX = 0.05
+"""A piece that took long waited for a core: it is not paid for without bound."""
+
+
+def pause_s(worked_ns: int) -> float:
+    """The seconds to pause after so much work."""
+    return min(worked_ns / NS_PER_S * SHARE, PAUSE_S_MAX)
+
+
+class Pauses:
+    """`steps_run` is called on the step thread, the others on the one that pauses."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_ns = clock.now_ns()
+        self._is_idle = Event()
+        self._is_idle.set()
+
+    def steps_run(self, run: bool) -> None:
+        """Whether steps follow one another now: where none do, nothing pauses."""
+        if run == self._is_idle.is_set():
+            if run:
+                self._is_idle.clear()
+            else:
+                self._is_idle.set()
+
+    def begin(self) -> None:
+        """Work begins."""
+        self._since_ns = self._clock.now_ns()
+
+    def pause(self) -> None:
+        """A piece of the work is done: wait for a while, or until the steps end."""
+        self._is_idle.wait(pause_s(self._clock.now_ns() - self._since_ns))
+        self.begin()
