@@ -1,7 +1,7 @@
 """The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
     python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR|HEAD_DIR] [--batch 1 32]
-    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--json FILE]
+    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--calls] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
@@ -13,12 +13,17 @@ prompts:
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
 
+`--calls` counts Python's calls for each step of either engine, over `--rounds` batches, and times nothing:
+the price of deciding on drafts, on a busy machine too.
+
 `--worth` is `engine.draft_worth`: with 0 rows have as many guesses as fit, so that a wrong law hides nothing.
 Of a draft model the time of its step over the target's is measured too, each in an engine of its own and with
 one request. A guess takes less than that: it is one pass, without an engine's scheduling and outputs.
 """
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -203,6 +208,38 @@ def compare(
     return found
 
 
+def calls_per_step(
+    core: EngineCore, prompts: Prompts, kind: str, batch: int, rounds: int
+) -> dict[str, float]:
+    """Python's calls for each step of an engine, and how many tokens it drafted."""
+    tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
+    how, profile = Sampling(TEMPERATURES[kind], tokens, stops), cProfile.Profile()
+    steps = drafted = 0
+    for round_ in range(2 * rounds):  # The first half warms up: laws are learnt from steps.
+        before = core.num_steps
+        if round_ >= rounds:
+            profile.enable()
+        each = [prompts.of(kind, round_, index) for index in range(batch)]
+        found = answer(core, each, how, f"calls/{kind}/{batch}/{round_}")
+        profile.disable()
+        if round_ >= rounds:
+            steps, drafted = steps + core.num_steps - before, drafted + found.drafted
+    calls = pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
+    return {"calls_per_step": round(calls / steps, 1), "steps": steps, "drafted": drafted}
+
+
+def count_calls(off: EngineCore, on: EngineCore, prompts: Prompts, args: argparse.Namespace) -> None:
+    """Both engines, kind by kind."""
+    rows: list[dict[str, object]] = []
+    for batch in args.batch:
+        for kind in args.kinds:
+            both = [calls_per_step(core, prompts, kind, batch, args.rounds) for core in (off, on)]
+            rows.append({"batch": batch, "prompts": kind, "off": both[0], "on": both[1]})
+            print(rows[-1], flush=True)
+    settings = {"model": args.model.name, "speculation": Path(args.speculation).name}
+    write_result(args.json, {**settings, "rows": rows})
+
+
 def step_share(off: EngineCore, draft: EngineCore, prompts: Prompts, rounds: int) -> float:
     """A step of the draft model over one of the target, each with one request: the median of rounds."""
     shares: list[float] = []
@@ -221,11 +258,15 @@ def main() -> None:
     parser.add_argument("--speculation", default="ngram")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--worth", type=float, default=EngineSettings().draft_worth)
+    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--kinds", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
     args = parser.parse_args()
     off, on = (build(args.model, name, args) for name in ("off", args.speculation))
     prompts = Prompts(off, Tokenizer.load(args.model))
+    if args.calls:
+        count_calls(off, on, prompts, args)
+        return
     share: float | None = None
     if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
         draft = build(Path(args.speculation), "off", args)
