@@ -134,7 +134,9 @@ class Capability(enum.StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     STRUCTURED_OUTPUTS = "structured_outputs"
-    """vLLM's: a regular expression, a choice or a grammar as well as a JSON schema."""
+    """vLLM's: a regular expression or a choice as well as a JSON schema."""
+    GRAMMARS = "grammars"
+    """A grammar as well."""
     FORCED_TOOLS = "forced_tools"
     STRICT_TOOLS = "strict_tools"
     """Arguments of tools that the model chooses by itself obey their schema."""
@@ -168,7 +170,7 @@ OWN_CAPABILITIES = COMMON_CAPABILITIES | {Capability.TOKEN_IDS}
 CPU_CAPABILITIES = OWN_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS}
 """Our engine's capabilities on a CPU without grammars."""
 GRAMMAR_CAPABILITIES = frozenset({
-    Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+    Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.GRAMMARS,
     Capability.FORCED_TOOLS, Capability.STRICT_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
 """The capabilities of an engine whose answers can follow a grammar."""

@@ -152,12 +152,12 @@ class Runner:
         tables, grammars = self._tables, self._grammars
         masks = None if grammars is None else grammars.masks(rows, positions)
         edits = tables.adjust(logits, rows, positions, masks)
-        token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
+        how = SampleRows.of(tables, rows, positions, masks)
+        token_ids = self._sampler.draw(logits, how)
         drawn = token_ids.numpy()
-        if grammars is not None and (again := grammars.refused(drawn)) is not None:
+        while grammars is not None and (again := grammars.refused(drawn)) is not None:
             index, masks = again
-            how = SampleRows.of(tables, rows[index], positions[index], masks)
-            drawn[index] = self._sampler.draw(logits[as_tensor(index)], how).numpy()
+            drawn[index] = self._sampler.draw(logits[as_tensor(index)], how.pick(index, masks)).numpy()
         if edits is not None:
             edits.undo()  # Log-probabilities are the model's own.
         follows: Follows = {} if grammars is None else grammars.take(rows, positions, drawn)

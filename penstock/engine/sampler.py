@@ -103,8 +103,8 @@ class SampleRows:
             masks,
         )
 
-    def pick(self, index: Int64Array) -> "SampleRows":
-        """Some of the rows."""
+    def pick(self, index: Int64Array, masks: Masks | None = None) -> "SampleRows":
+        """Some of the rows, which draw from `masks`."""
         return SampleRows(
             self.temperature[index],
             self.top_k[index],
@@ -112,6 +112,7 @@ class SampleRows:
             self.min_p[index],
             self.seed[index],
             self.position[index],
+            masks,
         )
 
 

@@ -109,6 +109,8 @@ def rare_needs(request: GenerationRequest) -> list[Need]:
         needs = _rare_chat.check(request)
     elif isinstance(request, RareCompletionRequest):
         needs = _rare_completion.check(request)
+    if needs and (param := _grammar_param(request)):
+        needs.append(Need(Capability.GRAMMARS, param, f"A grammar in '{param}'"))
     if isinstance(request, ChatRequest):
         if request.tools is not None or request.tool_choice is not None:
             needs += _tool_needs(request)
@@ -118,6 +120,13 @@ def rare_needs(request: GenerationRequest) -> list[Need]:
     if request.response_format is not None:
         needs += _format_needs(request.response_format)
     return needs
+
+
+def _grammar_param(request: GenerationRequest) -> str:
+    """The parameter that has a grammar as text; empty: none has."""
+    if getattr(request, "guided_grammar", None) is not None:
+        return "guided_grammar"
+    return "structured_outputs" if "grammar" in (getattr(request, "structured_outputs", None) or ()) else ""
 
 
 def common_needs(request: GenerationRequest) -> list[Need]:

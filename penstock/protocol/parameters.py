@@ -83,7 +83,7 @@ _SHARED = (
     _passed("store", False),
     _passed("service_tier", "auto", "default"),
     Parameter("response_format", Fate.NEEDS),
-    Parameter("structured_outputs", Fate.NEEDS, ({},), Capability.STRUCTURED_OUTPUTS, type=dict[str, Any]),
+    Parameter("structured_outputs", Fate.NEEDS, (), Capability.STRUCTURED_OUTPUTS, type=dict[str, Any]),
     _guided("json", Any),
     _guided("regex", str),
     _guided("choice", list[str]),

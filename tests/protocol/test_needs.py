@@ -155,6 +155,15 @@ def test_every_spelling_becomes_structured_outputs(request_, structured) -> None
     assert constraint_of(request_).forced_tool is None
 
 
+@pytest.mark.parametrize("said", [{"guided_grammar": "g"}, {"structured_outputs": {"grammar": "g"}}])
+def test_a_grammar_needs_a_worker_that_takes_grammars(said: dict) -> None:
+    """TGI takes patterns and no grammar: where another worker could, it must not get the request."""
+    (param,) = said
+    needs = rare_needs(completion(**said))
+    assert {need.capability for need in needs} == {Capability.STRUCTURED_OUTPUTS, Capability.GRAMMARS}
+    assert {need.param for need in needs} == {param}
+
+
 def test_fields_of_an_engine_are_kept_beside_the_shape() -> None:
     constraint = constraint_of(chat(bad_words=["x"], allowed_token_ids=[1], guided_regex="a"))
     assert constraint.fields == {"bad_words": ["x"], "allowed_token_ids": [1]}

@@ -172,36 +172,54 @@ class GrammarRows:
 
     def refused(self, token_ids: Int64Array) -> tuple[Int64Array, Masks] | None:
         """Which of the draws that `masks` was asked for are not allowed though there was no mask, by index,
-        and the masks to draw them again from; None: all are.
+        and the masks to draw them again from; None: all are. To be asked again once they were drawn.
+
+        The first time nothing but the refused token is masked: nearly always the next best one is allowed,
+        and it is what a mask would have left. The second time the mask is computed, which takes ten times
+        as long.
         """
         if not self._free:
             return None
-        again: list[tuple[int, int, _Row]] = []
+        to_mask: list[tuple[int, int, _Row]] = []
+        once: list[tuple[int, int, _Row]] = []
         drawn, eos_ids, settled = token_ids.tolist(), self._eos_ids, set[int]()
-        for i, index, row in self._free:
+        is_first = self._to_take is None
+        for entry in self._free:
+            i, index, row = entry
             token_id, answer, position = drawn[i], row.answer, row.known
             assert answer is not None
             if token_id < 0:
+                if not is_first:  # Nothing was left but what was refused.
+                    to_mask.append(entry)
                 continue
             row.known = _LOST  # If this fails.
             # Where nothing but the end may come there is one that is written: the mask tells.
-            if token_id in eos_ids or not answer.try_take(token_id):
-                row.known, row.is_free = position, False
-                again.append((i, index, row))
+            if token_id in eos_ids:
+                row.known = position
+                to_mask.append(entry)
+            elif not answer.try_take(token_id):
+                row.known = position
+                (once if is_first else to_mask).append(entry)
+                if is_first:
+                    bits = self._bits[index].view(np.uint32)
+                    bits.fill(0xFFFFFFFF)
+                    bits[token_id // 32] ^= np.uint32(1 << token_id % 32)
             elif answer.is_bound:  # Nothing follows, and it stays free: this is all that there is to do.
                 row.known, row.run = position + 1, ()
                 settled.add(i)
             else:
                 row.taken = position
-        self._to_take = [i for i in range(len(drawn)) if i not in settled]
-        if not again:
-            return None
-        self._fill([index for _, index, _ in again], [row for _, _, row in again])
-        found = [(i, index) for i, index, row in again if _wants_mask(row)]
+        to_take = range(len(drawn)) if self._to_take is None else self._to_take
+        self._to_take, self._free = [i for i in to_take if i not in settled], once
+        if to_mask:
+            for _, _, row in to_mask:
+                row.is_free = False
+            self._fill([index for _, index, _ in to_mask], [row for _, _, row in to_mask])
+        found = once + [entry for entry in to_mask if _wants_mask(entry[2])]
         if not found:
             return None
-        index = np.array([i for i, _ in found], np.int64)
-        return index, Masks(self._bits, np.array([index for _, index in found], np.int32))
+        again = np.array([i for i, _, _ in found], np.int64)
+        return again, Masks(self._bits, np.array([index for _, index, _ in found], np.int32))
 
     def __contains__(self, index: int) -> bool:
         """Whether the row's answer has a grammar."""

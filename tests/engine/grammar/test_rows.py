@@ -107,12 +107,12 @@ def test_only_the_same_answer_of_the_same_request_is_not_read(taken: list[int], 
 
 
 class Free(GrammarRows):
-    """Rows whose grammar allows any text without an "x"; they draw without a mask once one was wide."""
+    """Rows whose grammar allows any text without "x" and "y"; they draw without a mask once one was wide."""
 
     def __init__(self, *answers: str, **how: Any) -> None:
         self.remembered = [PROMPT + spelt(each) for each in answers]
         super().__init__(len(answers), tokens(), 1, self.known_tokens, asks_refused=True)
-        grammar = compile_grammar(Grammar(form=msgspec.json.encode({"regex": "[^x]{3,}"})), tokens())
+        grammar = compile_grammar(Grammar(form=msgspec.json.encode({"regex": "[^xy]{3,}"})), tokens())
         for row, each in enumerate(self.remembered):
             sampling = SamplingParams(**how)
             self.enter(NewRow(RequestId(f"r{row}"), row, each, len(PROMPT), sampling, grammar=grammar))
@@ -120,18 +120,22 @@ class Free(GrammarRows):
     def known_tokens(self, row: int, first: int, end: int) -> list[int]:
         return self.remembered[row][first:end]
 
-    def step(self, text: str, again: str = "") -> list[int]:
-        """One letter for each row, and one for each that is refused; the rows that drew from masks."""
+    def step(self, text: str, *again: str) -> list[int]:
+        """One letter for each row, then one for each that is refused; the rows that drew from masks."""
         rows = np.arange(len(self.remembered))
         positions = np.array([len(each) for each in self.remembered])
         masks, drawn = self.masks(rows, positions), np.array(spelt(text))
         masked = [] if masks is None else np.flatnonzero(masks.of_row >= 0).tolist()
-        if (refused := self.refused(drawn)) is not None:
+        for letters in again:
+            refused = self.refused(drawn)
+            assert refused is not None
             index, masks = refused
-            drawn[index] = spelt(again)
-            for place, token_id in zip(masks.of_row, spelt(again), strict=True):
-                assert masks.bits[place].view(np.uint32)[token_id // 32] >> (token_id % 32) & 1
-        assert (refused is None) == (not again)
+            for place, wrong, right in zip(masks.of_row, drawn[index].tolist(), spelt(letters), strict=True):
+                bits = masks.bits[place].view(np.uint32)
+                assert not bits[wrong // 32] >> (wrong % 32) & 1
+                assert bits[right // 32] >> (right % 32) & 1
+            drawn[index] = spelt(letters)
+        assert self.refused(drawn) is None
         assert not self.take(rows, positions, drawn)
         for each, token_id in zip(self.remembered, drawn.tolist(), strict=True):
             each.append(token_id)
@@ -142,9 +146,34 @@ def test_a_row_whose_mask_allowed_most_tokens_draws_without_one_until_it_is_refu
     rows = Free("", "a")
     assert rows.step("ab") == [0, 1], "the first mask is computed"
     assert rows.step("bc") == []
-    assert rows.step("xc", again="c") == []
+    assert rows.step("xc", "c") == []
     assert rows.step("de") == [], "one that was refused was wide, too"
     assert [spelt("abcd"), spelt("abcce")] == [each[len(PROMPT) :] for each in rows.remembered]
+
+
+def test_a_row_that_is_refused_twice_draws_from_the_mask() -> None:
+    rows = Free("", "a")
+    rows.step("ab")
+    assert rows.step("xx", "yc", "c") == []
+    assert rows.step("cy", "d") == [], "it was wide all the same"
+    assert [spelt("acc"), spelt("abcd")] == [each[len(PROMPT) :] for each in rows.remembered]
+
+
+def test_a_row_of_which_nothing_but_a_refused_token_is_left_draws_from_the_mask() -> None:
+    """As where `allowed_token_ids` leaves one token: the sampler finds nothing else."""
+    rows = Free("")
+    rows.step("a")
+    position = np.array([len(rows.remembered[0])])
+    assert rows.masks(np.array([0]), position) is None
+    drawn = np.array(spelt("x"))
+    assert rows.refused(drawn) is not None
+    drawn[0] = -1
+    refused = rows.refused(drawn)
+    assert refused is not None
+    _, masks = refused
+    allowed = np.unpackbits(masks.bits[masks.of_row[0]].view(np.uint8), bitorder="little")
+    assert not allowed[spelt("xy")].any()
+    assert allowed[spelt("abc")].all()
 
 
 @pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_tokens": 2}])

@@ -147,7 +147,7 @@ class SglangDialect(EngineDialect):
     engine = "sglang"
     resumes = True
     capabilities = COMMON_CAPABILITIES | {
-        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.GRAMMARS,
         Capability.FORCED_TOOLS,
     }  # fmt: skip
 

@@ -71,7 +71,7 @@ class VllmDialect(EngineDialect):
     has_adapters = True
     resumes = True
     capabilities = COMMON_CAPABILITIES | {
-        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.GRAMMARS,
         Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS, Capability.TOKEN_IDS,
     }  # fmt: skip
 
