@@ -18,7 +18,6 @@ import re
 import statistics
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from penstock.bench.report import read_environment
+from penstock.cli.python_build import python_build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST_PACKAGES = (
@@ -45,7 +45,7 @@ def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
         "load_average": [round(each, 2) for each in os.getloadavg()],
         "commit": commit(),
         **msgspec.to_builtins(read_environment()),
-        "python_build": python_build(),
+        "python_build": python_build() or "not told",
         **({"versions": dict(versions)} if versions is not None else {}),
     }
 
@@ -74,18 +74,6 @@ def _script() -> tuple[str, ...]:
     """As it was called: `-m bench.sim.speed`, or a file."""
     spec = sys.modules["__main__"].__spec__
     return (os.path.relpath(sys.argv[0]),) if spec is None else ("-m", spec.name)
-
-
-def python_build(
-    config: str = str(sysconfig.get_config_var("CONFIG_ARGS") or ""),
-    flags: str = " ".join(
-        str(sysconfig.get_config_var(name) or "") for name in ("PY_CFLAGS", "PY_CORE_CFLAGS")
-    ),
-) -> str:
-    """How this interpreter was compiled: "plain", "PGO", "LTO" or "PGO+LTO"."""
-    optimized = "--enable-optimizations" in config or "-fprofile-use" in flags
-    linked = "--with-lto" in config or "-flto" in flags
-    return "+".join(name for name, is_so in (("PGO", optimized), ("LTO", linked)) if is_so) or "plain"
 
 
 def commit() -> str:

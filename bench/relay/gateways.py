@@ -86,9 +86,9 @@ ledger: {{enabled: false}}
 log: {{access: false}}
 """
 """Without what smg lacks: keys, ledger, access log."""
-OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2, "penstock.http.bare": 1}
+OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2, "penstock.http.bare": 1, "penstock.vllm": 1}
 """Ours in front of the upstream, and how many gateway processes it has; `@PYTHON` behind a name runs it with
-another build of the same Python version."""
+another build of the same Python version. "penstock.vllm" asks in vLLM's dialect, and gets token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,8 @@ def command_of(gateway: str, place: Place) -> list[str]:
 
 def config_of(kind: str) -> str:
     """Of ours in front of the upstream."""
+    if kind.endswith(".vllm"):
+        return OURS.replace("engine: openai", "engine: vllm, max_model_len: 4096")
     if not kind.endswith(".bare"):
         return OURS
     kept = [line for line in OURS.splitlines() if not line.startswith(("auth", "ledger"))]

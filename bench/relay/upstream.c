@@ -1,8 +1,8 @@
 /* An OpenAI endpoint that costs next to nothing: for proxies to relay. One thread, epoll.
 
    upstream PORT CHUNKS PERIOD_US     a POST whose body has "stream": true gets as many events as its "max_tokens" says (CHUNKS if it
-   does not), each sent by itself, one per PERIOD_US or (0) as fast as they are taken; other POSTs get one JSON body; GETs get a
-   list of the one model "m". */
+   does not), each sent by itself, one per PERIOD_US or (0) as fast as they are taken, in vLLM's words with a token id in each if it
+   has "return_token_ids": true; other POSTs get one JSON body; GETs get a list of the one model "m". */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -21,7 +21,7 @@
 #define REQUEST_MAX 65536
 
 typedef struct Client {
-    int fd, len, left, waiting;
+    int fd, len, left, waiting, has_ids;
     struct Client *next, **at;
     char data[REQUEST_MAX + 1];
 } Client;
@@ -37,6 +37,11 @@ static const char HEAD[] = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r
     "[{\"index\":0,\"delta\":" delta ",\"logprobs\":null,\"finish_reason\":" reason "}]}\n\n"
 static const char TOKEN[] = EVENT("{\"content\":\" water\"}", "null");
 static const char LAST[] = EVENT("{}", "\"length\"") "data: [DONE]\n\n";
+#define IDS(ids, reason) \
+    "data: {\"id\":\"cmpl-1\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\",\"choices\":[{\"index\":0," \
+    "\"text\":\"\",\"logprobs\":null,\"finish_reason\":" reason ",\"stop_reason\":null,\"token_ids\":" ids "}]}\n\n"
+static const char TOKEN_ID[] = IDS("[300]", "null");
+static const char LAST_ID[] = IDS("[300]", "\"length\"") "data: [DONE]\n\n";
 
 static Client *active;
 static int num_chunks, poller;
@@ -64,7 +69,7 @@ static void drop(Client *c) {
 /* One more event; 0 when the client is gone or does not read. */
 static int step(Client *c) {
     char out[1024];
-    const char *event = c->left > 1 ? TOKEN : LAST;
+    const char *event = c->has_ids ? (c->left > 1 ? TOKEN_ID : LAST_ID) : c->left > 1 ? TOKEN : LAST;
     int n = sprintf(out, "%zx\r\n%s\r\n%s", strlen(event), event, c->left > 1 ? "" : "0\r\n\r\n");
     long sent = send(c->fd, out, n, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EAGAIN) { c->waiting = 1; return 0; }
@@ -104,6 +109,7 @@ static void readable(Client *c, int paced) {
     int streams = strstr(end, "\"stream\":true") || strstr(end, "\"stream\": true") ? num_chunks : 0;
     char *max_tokens = strstr(end, "\"max_tokens\":");
     if (streams && max_tokens && atoi(max_tokens + 13) > 0) streams = atoi(max_tokens + 13);
+    c->has_ids = strstr(end, "\"return_token_ids\":true") != NULL;
     int is_get = !strncmp(c->data, "GET", 3);
     c->len = 0;
     answer(c, streams, is_get, paced);

@@ -50,6 +50,7 @@ _rare: Mapping[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]] = {
 }
 """Read with when a body has a parameter that few have."""
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
+_any = msgspec.json.Decoder()
 
 
 def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
@@ -369,6 +370,8 @@ _STRING = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"(\s*:)?|[{}\[\]]', re.DOTAL
 """A string (with the colon after it, if it is a key) or a bracket; numbers and words between them are passed
 over."""
 _FEW = 1000
+_SPACED = re.compile(rb"[ \t\r\n]:")
+_HOLDERS = (dict, list)
 
 
 class TooManyValues(Exception):
@@ -396,16 +399,31 @@ def repeated_key(body: bytes, values_max: int) -> str | None:
         for count, _ in enumerate(_STRING.finditer(body)):
             if count >= values_max:
                 raise TooManyValues
-    if num_objects <= 2 and num_at_most < _FEW:
-        # A single message, or a plain prompt: if no key occurs twice anywhere, none does in one object.
-        keys = [text for text, colon in _STRING.findall(body) if colon]
-        if len(set(keys)) == len(keys) and b"\\" not in b"".join(keys):
+    if num_at_most < _FEW:
+        # Each key has a colon: as many colons as different keys leave none for a key that comes again.
+        num_keys = _num_keys(body)
+        if body.count(b":") == num_keys:
+            return None
+        if body.count(b'":') == num_keys and _SPACED.search(body) is None:
             return None
     try:
         _DECODER.decode(body.decode())
     except _Repeated as found:
         return found.key
     return None
+
+
+def _num_keys(body: bytes) -> int:
+    """How many keys the objects of a body have, those that one object has twice counted once; or fewer."""
+    count, values = 0, list[Any]()
+    values.append(_any.decode(body))
+    for value in values:  # It grows.
+        if isinstance(value, dict):
+            count += len(value)  # pyright: ignore[reportUnknownArgumentType]
+            values += value.values()  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, list) and value and isinstance(value[0], _HOLDERS):  # No list of token ids.
+            values += value  # pyright: ignore[reportUnknownArgumentType]
+    return count
 
 
 def _check_pairs(pairs: Sequence[tuple[str, object]]) -> None:

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.models.files import has_file, read_file
+from penstock.text.word_cache import AddedToken, WordCache
 
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """The largest tokenizer files in use are about 35 MB; more than this is some other file."""
@@ -172,10 +173,21 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
 
+class _ModelPart(msgspec.Struct, frozen=True):
+    """Without its vocabulary."""
+
+    type: str = ""
+    dropout: float | None = None
+
+
 class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that is read here; the library reads the rest."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    model: _ModelPart = _ModelPart()
+    added_tokens: list[AddedToken] = []
 
 
 class Tokenizer:
@@ -188,6 +200,7 @@ class Tokenizer:
         decoding: Decoding | None,
         eos_ids: tuple[int, ...] = (),
         defaults: GenerationDefaults | None = None,
+        words: WordCache | None = None,
     ) -> None:
         added = library.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -198,7 +211,7 @@ class Tokenizer:
         self.vocab_size = library.get_vocab_size(with_added_tokens=True)
         """Tokens that the tokenizer knows; the model's embedding may be padded beyond it."""
         self.decoding = decoding
-        self._library = library
+        self._library, self._words = library, words
         self._ids: dict[int, int] = {}
         if decoding is not None:
             self._all = ByteTable(library.id_to_token, decoding.to_bytes, frozenset())
@@ -229,6 +242,13 @@ class Tokenizer:
             decoding=decoding_of(file.decoder),
             eos_ids=_eos_ids(model_dir, library, generation),
             defaults=_defaults(model_dir / "generation_config.json", generation),
+            words=WordCache.of(
+                library,
+                normalizer=file.normalizer,
+                pre_tokenizer=file.pre_tokenizer,
+                model=msgspec.to_builtins(file.model),
+                added=file.added_tokens,
+            ),
         )
 
     @property
@@ -245,6 +265,9 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text has a lone surrogate and so is not Unicode.
         """
+        words = None if add_special_tokens else self._words
+        if words is not None and (known := words.ids_of(text)) is not None:
+            return known
         check_unicode(text)
         # The batch call, unlike `encode`, lets other threads run, and leaves out the offsets.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)

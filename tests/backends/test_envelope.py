@@ -217,3 +217,13 @@ def test_whatever_comes_is_read_as_if_each_event_was_read_whole(
         damaged = whole[:at] + bytes_ + whole[at + len(bytes_) :]
         events[number % len(events)] = damaged.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     check(kind, events, reads, joins=joins)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_the_end_of_an_answer_in_the_same_read_leaves_the_rest_one_run(kind: str) -> None:
+    made = [event(kind, word, [i]) for i, word in enumerate(WORDS)]
+    made.append(event(kind, " z", [99], finish_reason="length"))
+    events = [json.dumps(each).encode() for each in made]
+    assert check(kind, events) == len(WORDS) - 1
+    found, _ = through_envelopes(kind, events, 1000, joins=True)
+    assert len(found) == 3, "what is learned, one run, the end"

@@ -1,8 +1,5 @@
 """The relay bench's tables: medians, ratios round by round, verdicts, features with their own pair."""
 
-import pytest
-
-from bench import harness
 from bench.relay import tables as relay_tables
 
 Results = relay_tables.Results
@@ -52,16 +49,3 @@ def test_a_feature_costs_what_its_own_pair_differs_by() -> None:
     assert "0.375 (0.312 to 0.438) | 25%" in table["ledger"]
     assert "0.100 (0.100 to 0.100) | 7%" in table["auth (a hashed key)"]
     assert "0.000 (0.000 to 0.000)" in table["access log"]
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "build"),
-    [
-        ("'--prefix=/x'", "-O3 -Wall", "plain"),
-        ("'--enable-optimizations' '--with-lto'", "-O3", "PGO+LTO"),
-        ("", "-O2 -fprofile-use", "PGO"),
-        ("", "-flto=auto", "LTO"),
-    ],
-)
-def test_how_python_was_built_is_read_from_its_flags(config: str, flags: str, build: str) -> None:
-    assert harness.python_build(config, flags) == build

@@ -1,4 +1,5 @@
 import io
+import platform
 import shlex
 from dataclasses import replace
 
@@ -65,6 +66,13 @@ def test_the_kernels_are_named_and_what_gives_better_ones() -> None:
     assert "  kernels    native avx2, torch 2.13.0 AVX2 x86_64\n" in text
     assert "             torch is slow; for those: do this\n" in text
     assert "kernels" not in shown(FACTS)
+
+
+def test_a_slow_python_is_named() -> None:
+    assert f"  Python     {platform.python_version()}, built slow\n" in shown(
+        replace(FACTS, python="built slow")
+    )
+    assert "  Python  " not in shown(FACTS)
 
 
 def test_a_clone_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

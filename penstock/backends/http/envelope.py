@@ -121,10 +121,10 @@ class Envelopes:
             holes[-1] = hole
         else:  # It begins as the others do, and ends in another way.
             rest = self._before + holes.pop()
-        try:
-            piece = _ids_in(holes, self._middle) if self._middle else _piece_of(_texts_in(holes))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            piece = None
+        piece = self._piece(holes)
+        if piece is None and behind and (piece := self._piece(holes[:-1])) is not None:
+            # An answer's last event: as the others at both ends, and why it ended in between.
+            rest = self._before + hole + behind + rest
         if piece is not None:
             return len(block) - len(rest), piece
         for i, hole in enumerate(holes[:-1]):
@@ -132,6 +132,15 @@ class Envelopes:
                 before = sum(map(len, holes[:i])) + i * len(self._between) + len(self._before)
                 return self._run(block[: before + end + len(self._behind)])
         return None
+
+    def _piece(self, holes: list[bytes]) -> Piece | None:
+        """The content of holes; None: not all of them are what they seem."""
+        if not holes:
+            return None
+        try:
+            return _ids_in(holes, self._middle) if self._middle else _piece_of(_texts_in(holes))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
 
     def learn(self, event: bytes, piece: Piece) -> None:
         """Take apart an event that the reader read so."""

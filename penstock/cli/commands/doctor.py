@@ -24,6 +24,7 @@ from penstock.bench.report import cpu_info, cpu_name, installed_version
 from penstock.cli import console
 from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
+from penstock.cli.python_build import python_advice, python_build
 from penstock.config.checkpoints import DEMO_MODELS, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
@@ -91,15 +92,13 @@ def run_all(port: int, model: str | None = None) -> tuple[DoctorCheck, ...]:
 
 
 def check_python() -> DoctorCheck:
-    """Python is 3.11 or newer."""
-    good = sys.version_info >= (3, 11)
-    hint = "" if good else "Python 3.11 or newer is needed"
-    return DoctorCheck(
-        "Python",
-        CheckState.OK if good else CheckState.FAIL,
-        f"{platform.python_version()} ({sys.executable})",
-        hint,
-    )
+    """Python is 3.11 or newer, and not known to have been built slow."""
+    detail, build = f"{platform.python_version()} ({sys.executable})", python_build()
+    if not sys.version_info >= (3, 11):
+        return DoctorCheck("Python", CheckState.FAIL, detail, "Python 3.11 or newer is needed")
+    if advice := python_advice(build):
+        return DoctorCheck("Python", CheckState.NOTE, detail, advice)
+    return DoctorCheck("Python", CheckState.OK, f"{detail}, {build}" if build else detail)
 
 
 def check_os() -> DoctorCheck:

@@ -13,6 +13,7 @@ The banner that `serve` prints when it is ready: everything that a first request
 import asyncio
 import contextlib
 import os
+import platform
 import resource
 import shlex
 import signal
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from penstock import gc_tuning, rng
 from penstock.cli import console
+from penstock.cli.python_build import python_advice, python_build
 from penstock.cli.wiring.handover import Handover, Takeover, begin_takeover
 from penstock.cli.wiring.progress import loading_display
 from penstock.cli.wiring.signals import StopSignals, done_before, on_signal
@@ -63,6 +65,8 @@ class BannerFacts:
     """Of the models, as `ModelInfo.kernels`."""
     advice: str = ""
     """The way to faster kernels, where torch's compute."""
+    python: str = ""
+    """The way to a faster Python, where this one is known to be slow."""
 
 
 def show(console: Console, facts: BannerFacts) -> None:
@@ -82,6 +86,8 @@ def show(console: Console, facts: BannerFacts) -> None:
         line(f"  kernels    {', '.join(facts.kernels)}")
     if facts.advice:
         line(f"             {facts.advice}")
+    if facts.python:
+        line(f"  Python     {platform.python_version()}, {facts.python}")
     line(f"  key        {_key_note(facts)}")
     line(f"  console    {facts.url.removesuffix('/v1')}/console")
     line()
@@ -338,6 +344,7 @@ class Serving:
             open_to=None if is_loopback(host) else host,
             kernels=self._stack.kernels,
             advice=advice(self._stack.kernels),
+            python=python_advice(python_build()),
         )
         show(console.out(), facts)
 

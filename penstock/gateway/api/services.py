@@ -312,17 +312,16 @@ class Services:
     draining: bool = False
     """It takes no new requests."""
 
+    falls_back: bool = field(init=False)
+    """Whether any model has another one to fall back to."""
+
     def __post_init__(self) -> None:
+        self.falls_back = any(route.fallback for route in self.config.routing.models)
         self.recent = RecentRequests(self.clock)
         self.all_requests = AllRequests(self.recent, self.clock, self.peers)
         self.trials = Trials(
             self.models.rollouts, self.dispatcher, metrics=self.metrics, clock=self.clock, log=self.log
         )
-
-    @property
-    def falls_back(self) -> bool:
-        """Whether any model has another one to fall back to."""
-        return any(route.fallback for route in self.config.routing.models)
 
     def check_draining(self) -> None:
         """Refuse new work once the server is going away.
