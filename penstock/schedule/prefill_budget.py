@@ -33,7 +33,7 @@ from penstock.config.routing import TPOT_TARGET_MS
 from penstock.schedule.plan import Drafting, StepPlan
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
-from penstock.schedule.step_time import DraftedStep, Overrun, StepLoad, StepSums, StepTimeModel
+from penstock.schedule.step_time import Overrun, StepLoad, StepSums, StepTimeModel
 
 STRETCH = 0.4
 """The time that every waiting prompt but the first may add to a step, in steps without prompts."""
@@ -47,8 +47,6 @@ UNTRUSTED_TOKENS = 64
 """Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
 _DECODE_EVERY = 4
 """Of steps that only decode, which are much alike, one in so many is learnt from: host time is dear."""
-_USUAL_RATE = 0.05
-"""The weight of a step in `usual`."""
 _KNOWN_STEPS = 64
 """Before the law has seen so many steps, errors are its own and not the machine's."""
 KEPT_SHARE = 0.9
@@ -121,27 +119,13 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = (
-        "_last_ns",
-        "drafted",
-        "drafter_reads",
-        "drafting",
-        "model",
-        "overrun",
-        "sums",
-        "targets",
-        "usual",
-    )
+    __slots__ = ("_last_ns", "drafter_reads", "drafting", "model", "overrun", "sums", "targets")
 
     def __init__(self, targets: LatencyTargets) -> None:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
         self.drafting = StepTimeModel()
         """Of the passes of a model that guesses; nothing is observed where there is none."""
         self.drafter_reads = True
-        self.drafted: DraftedStep | None = None
-        """The last step with drafts, until somebody has counted it in."""
-        self.usual = 0.0
-        """The times of steps over their law, in the mean of those without drafts; 0: nobody asks."""
         self.sums = StepSums()
         """Of all steps, for who compares engines."""
         self._last_ns = 0
@@ -160,10 +144,6 @@ class PrefillBudget:
             self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
-        if has_drafts:
-            self.drafted = _drafted(plan, load, step_ns, drafting)
-        elif self.usual and not plan.step % _DECODE_EVERY:
-            self.usual += _USUAL_RATE * (self.model.ratio(load, step_ns) - self.usual)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
@@ -208,17 +188,6 @@ class PrefillBudget:
         targets = {self.targets.of_class(priority) for priority in priorities}
         limit_ns = min((target or automatic_ns for target in targets), default=inf)
         return PromptShare(self.model, decoding, limit_ns, num_prompts, self.targets.tokens_min)
-
-
-def _drafted(plan: StepPlan, load: StepLoad, step_ns: int, drafting: Drafting | None) -> DraftedStep:
-    return DraftedStep(
-        base=StepLoad.of(plan.work),
-        load=load,
-        num_rows=sum([work.drafts > 0 for work in plan.work]),
-        step_ns=step_ns,
-        passes=StepLoad(num_steps=0) if drafting is None else StepLoad.of_drafting(drafting),
-        passes_ns=0 if drafting is None else drafting.took_ns,
-    )
 
 
 class PromptShare:

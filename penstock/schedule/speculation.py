@@ -21,11 +21,6 @@ Answers end sooner than expected, too, so reading is paid on account: it costs w
 bring what they saved, and while more was spent than gained nothing further is read, but for a hundredth of
 the time. So the loss is bounded where reading does not pay, whatever the lengths of answers.
 
-The first draft of a step makes rows into chunks, and costs a part that the law has no term for: it is learnt
-from how far steps with drafts run over their law, and counts against all drafts of a step together. The
-gains and costs of drafts are on a second account, by the times that their steps took: while it is in debt
-there are none, but for a hundredth of the time. So nothing that a law does not know loses more than that.
-
 A look at a batch costs time too. Where no draft paid, the next look comes `REST_STEPS` later, or when an
 eighth of the rows has gone.
 
@@ -39,7 +34,7 @@ from typing import Protocol
 
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
-from penstock.schedule.step_time import RATIO_MAX, DraftedStep, StepLoad, StepTimeModel, chunk_pairs
+from penstock.schedule.step_time import StepLoad, StepTimeModel, chunk_pairs
 from penstock.types import BLOCK_TOKENS
 
 ROW_DRAFTS_MAX = 16
@@ -54,22 +49,14 @@ _MEMORY = 0.9
 PROFITING_TOKENS = 128
 """Tokens of an answer over which the work is spread of reading what was said before, at most: a batch that
 fills leaves a request without drafts long before a long answer ends."""
-LENT_SHARE = 0.01
-"""The share of all time that is lent for reading, and for drafts that do not pay."""
+READING_SHARE = 0.01
+"""The share of all time that is lent for reading."""
 ACCOUNT_STEPS_MAX = 16
 """Gains count for no more than so many steps' time: another load may come."""
-LOSS_STEPS_MAX = 2
-"""A step with drafts loses no more than the time of so many without: so the next trial is near."""
-SURE = 0.6
-"""Where so large a share is right and the account is full, a few rows have drafts whatever the law of passes
-says: it may be wrong, and learns from passes alone.
-"""
 REST_STEPS = 8
 """After a look at a batch in which no draft paid, the next one comes so many steps later."""
 _LOOK_AGAIN = 1 << 20
 """Makes any number of rows look like far fewer than there were."""
-_JUMP_MEMORY = 0.8
-"""Of what the law misses of a step with drafts, the part that remains per such step."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
@@ -95,19 +82,14 @@ class Laws(Protocol):
     """Of the passes of a model that guesses."""
     drafter_reads: bool
     """Whether it reads what was said before only when a request is to have drafts."""
-    drafted: DraftedStep | None
-    """The last step with drafts; who has counted it in sets it to None."""
-    usual: float
-    """The times of steps without drafts over their law, in the mean; 0: nobody asks."""
 
 
 class Speculation:
     """One engine's."""
 
     __slots__ = (
-        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_is_open", "_jump_ns", "_laws",
-        "_model", "_num_right", "_num_rows", "_profit_ns", "_read_ns", "_rest", "_saved_ns", "_tries",
-        "_worth",
+        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_num_rows",
+        "_rest", "_saved_ns", "_tries", "_worth",
     )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
@@ -115,22 +97,18 @@ class Speculation:
         `estimate`: how long answers get.
         """
         self._laws, self._model, self._drafting, self._worth = laws, laws.model, laws.drafting, worth
-        self._estimate, laws.usual = estimate, laws.usual or 1.0
+        self._estimate = estimate
         self._hits = self._tries = 0.0  # As of one request, but of all.
         self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
         self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
-        self._profit_ns, self._is_open = 0.0, False  # Of drafts, by the times that their steps took.
-        self._jump_ns = 0.0  # Of a step with drafts, missed by the law.
-        self._read_ns = 0.0  # In the last step with drafts, by the law.
-        self._num_right = 0  # Since the last step with drafts was counted.
-        self._rest = self._num_rows = 0  # Looks to skip, while so many rows decode.
+        self._rest = self._num_rows = 0  # Looks to skip, while about so many rows decode.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
         self._num_rows *= _LOOK_AGAIN
         self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
-        self._hits, self._num_right = self._hits + num_right, self._num_right + num_right
+        self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
 
     def rests(self, num_rows: int) -> bool:
@@ -150,7 +128,7 @@ class Speculation:
         is_known = self._model.num_observed >= KNOWN_STEPS and not 0 < num_passes < KNOWN_STEPS
         num_steps = REST_STEPS - self._rest if self._num_rows else 1  # Since the last look.
         found = self._looked(rows, load, min(room, STEP_DRAFTS_MAX), num_steps, is_known=is_known)
-        rests = is_known and self._worth and not found
+        rests = is_known and self._worth and rows and not found
         self._rest, self._num_rows = (REST_STEPS - 1, len(rows)) if rests else (0, 0)
         return found
 
@@ -160,79 +138,36 @@ class Speculation:
         """`choose`, so many steps after the last look."""
         num_passes = self._drafting.num_observed
         prior, weight = self._prior(num_steps)
-        pays = True
-        if self._worth and is_known:
-            self._count_last(load, num_steps)
-            pays = not num_passes or self._may_pay(rows, load, prior, weight)
-            if self._profit_ns < 0 or (not pays and len(rows) > CAUTIOUS):
-                return []
+        if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
+            return []
         asked = [
             (_hit_rate(request, prior, weight), index, request)
             for index, request in enumerate(rows)
             if _may(request)
         ]
         if self._worth and not is_known:
-            self._laws.drafted, self._num_right = None, 0
             few = asked[:CAUTIOUS] if num_passes or len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
         if num_passes:
-            found = self._choose_passes(asked, load, room, num_steps) if asked and pays else []
-            return found or self._tried(asked, load, room)
-        return self._choose_found(asked, load, room, num_steps)
-
-    def _count_last(self, load: StepLoad, num_steps: int) -> None:
-        """Take in what the last step with drafts took and brought, and lend for so many steps."""
-        model, step_ns = self._model, self._model.predict_ns(load)
-        most_ns = ACCOUNT_STEPS_MAX * step_ns
-        profit_ns = self._profit_ns if self._is_open else most_ns / 2
-        profit_ns += LENT_SHARE * step_ns * num_steps
-        if (done := self._laws.drafted) is not None:
-            self._laws.drafted = None
-            base_ns, law_ns = model.predict_ns(done.base), model.predict_ns(done.load)
-            missed_ns = (min(done.step_ns / law_ns, RATIO_MAX) / self._laws.usual - 1.0) * law_ns
-            # Reading has an account of its own.
-            passes_ns = self._drafting.predict_ns(done.passes) - self._read_ns
-            if not self._read_ns:
-                passes_ns = min(done.passes_ns / self._laws.usual, RATIO_MAX * passes_ns)
-            num_rows = done.base.num_sequences
-            value_ns = _value_ns(base_ns / num_rows, self._row_ns, done.num_rows / num_rows)
-            spent_ns = law_ns + missed_ns - base_ns + max(passes_ns, 0.0)
-            # However long a step took: a debt is to be paid soon.
-            profit_ns += max(self._num_right * value_ns - spent_ns, -LOSS_STEPS_MAX * base_ns)
-            self._jump_ns = max(_JUMP_MEMORY * self._jump_ns + (1 - _JUMP_MEMORY) * missed_ns, 0.0)
-        self._num_right, self._is_open = 0, True
-        self._profit_ns = min(profit_ns, most_ns)
-
-    @property
-    def _row_ns(self) -> float:
-        """Of a row more in a step, without what it attends to."""
-        return self._model.cost.token_ns + self._model.cost.sequence_ns
-
-    def _choose_found(
-        self, asked: _Asked, load: StepLoad, room: int, num_steps: int
-    ) -> list[tuple[int, int]]:
-        """`choose` where guesses cost next to nothing."""
+            return self._choose_passes(asked, load, room, num_steps) if asked else []
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
-        begun_ns, num_rows = self._model.predict_ns(load), float(load.num_sequences)
-        step_ns, tokens = begun_ns, num_rows
-        counts = [0] * len(asked)
-        for place, (rate, _, request) in enumerate(asked):
-            gain, limit = rate, min(_limit(request), room)
+        step_ns, tokens = self._model.predict_ns(load), float(len(rows))
+        chosen: list[tuple[int, int]] = []
+        for rate, index, request in asked:
+            count, gain, limit = 0, rate, min(_limit(request), room)
             each_ns = draft_ns + cost.pair_ns * request.num_planned
-            while counts[place] < limit and gain * step_ns >= self._worth * each_ns * tokens:
-                step_ns, tokens, gain = step_ns + each_ns, tokens + gain, gain * rate
-                counts[place] += 1
-            room -= counts[place]
-        if (tokens - num_rows) * begun_ns < self._worth * (step_ns - begun_ns + self._jump_ns) * num_rows:
-            room, counts = room + sum(counts), [0] * len(asked)
-        for place, (_, _, request) in enumerate(asked):
-            if not counts[place] and room and _limit(request):
+            while count < limit and gain * step_ns >= self._worth * each_ns * tokens:
+                step_ns, tokens, count = step_ns + each_ns, tokens + gain, count + 1
+                gain *= rate
+            if not count and limit:
                 request.draft_idle += num_steps
-                counts[place] = int(request.draft_idle >= PROBE_STEPS * load.num_sequences)
-                room -= counts[place]
-        return [(asked[place][1], count) for place, count in enumerate(counts) if count]
+                count = int(request.draft_idle >= PROBE_STEPS * len(rows))
+            if count:
+                chosen.append((index, count))
+                room -= count
+        return chosen
 
     def _may_pay(self, rows: Sequence[Request], load: StepLoad, prior: float, weight: float) -> bool:
         """Whether a first draft pays for the row that is right most often, if that has nothing to be read
@@ -250,10 +185,10 @@ class Speculation:
         """`choose` where a model guesses: pass by pass, whose fixed time is shared by rows with one more."""
         cost, guesser = self._model.cost, self._drafting.cost
         step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
-        row_ns, brought_ns, read_ns = self._row_ns, 0.0, 0.0
+        row_ns = cost.token_ns + cost.sequence_ns
         token_ns = row_ns + guesser.token_ns + guesser.sequence_ns
         context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
-        lent_ns = self._account_ns + LENT_SHARE * step_ns * num_steps
+        lent_ns = self._account_ns + READING_SHARE * step_ns * num_steps
         self._account_ns = account_ns = min(lent_ns, ACCOUNT_STEPS_MAX * step_ns)
         reading, begun_ns = self._reading_ns(asked), step_ns
         counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
@@ -275,31 +210,16 @@ class Speculation:
             if not picked or gained * value_ns < self._worth * added_ns:
                 break
             self._saved_ns = self._saved_ns if num_before else value_ns
-            brought_ns += gained * value_ns
             for place in picked:
                 counts[place] += 1
-                read_ns += 0.0 if num_before else reading[place][0]
                 begun_ns += reading[place][1] * gains[place]  # Counted as a whole.
                 gains[place] *= asked[place][0]
             step_ns, tokens, room = step_ns + added_ns, tokens + gained, room - len(picked)
-        spent_ns = step_ns + self._jump_ns - begun_ns
-        if not any(counts) or brought_ns < self._worth * spent_ns:
-            return []
-        self._account_ns, self._read_ns = account_ns, read_ns
-        self._draft_ns = spent_ns / sum(counts)
-        return [(asked[place][1], count) for place, count in enumerate(counts) if count]
-
-    def _tried(self, asked: _Asked, load: StepLoad, room: int) -> list[tuple[int, int]]:
-        """A trial of passes that do not pay by their law."""
-        full_ns = ACCOUNT_STEPS_MAX * self._model.predict_ns(load)
-        if not 0 < len(asked) <= CAUTIOUS or asked[0][0] < SURE or self._profit_ns < full_ns:
-            return []
-        rate, index, request = asked[0]
-        whole_ns, _ = self._reading_ns([(rate, index, request)])[0]
-        if self._account_ns < 0:
-            return []
-        self._account_ns, self._read_ns = self._account_ns - whole_ns, whole_ns
-        return _within(room, [(index, min(CAUTIOUS, _limit(request)))])
+        found = [(asked[place][1], count) for place, count in enumerate(counts) if count]
+        if found:
+            self._account_ns = account_ns
+            self._draft_ns = (step_ns - begun_ns) / sum(counts)
+        return found
 
     def _reading_ns(self, asked: _Asked) -> list[tuple[float, float]]:
         """A model's time for what it has not read of each request: the whole, and for each token that was a

@@ -30,8 +30,6 @@ _RIDGE = 1e-4
 _TOO_SHORT = 0.5
 """A time below this share of what was expected counts as this share. Too long ones weigh little by
 themselves."""
-RATIO_MAX = 8.0
-"""A step counts as no more than so many times its law where times are compared: the rest is a hiccup."""
 _CHECK_EVERY = 16
 """Observations between two looks at what is expected, for that bound: solving each time would cost too
 much."""
@@ -106,21 +104,6 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
             self.kv_read + num_computed + num_tokens,
             self.chunk_pairs + pairs,
         )
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class DraftedStep:
-    """A step with drafts that is over."""
-
-    base: StepLoad
-    """Without them."""
-    load: StepLoad
-    num_rows: int
-    """With drafts."""
-    step_ns: int
-    """Its time, less that of a model's passes for guesses."""
-    passes: StepLoad
-    passes_ns: int
 
 
 @dataclass(slots=True)
@@ -234,11 +217,6 @@ class StepTimeModel:
             + cost.kv_read_ns * load.kv_read
             + cost.pair_ns * load.chunk_pairs
         )
-
-    def ratio(self, load: StepLoad, step_ns: int) -> float:
-        """A step's time over the law's of some steps ago, so that none is solved; 1 before there is one."""
-        expected_ns = self._expected.predict_ns(load)
-        return min(step_ns / expected_ns, RATIO_MAX) if expected_ns else 1.0
 
     def observe(self, load: StepLoad, step_ns: int) -> None:
         """Learn from a step that took `step_ns`. A value of 0 or less is no step's time and is ignored."""

@@ -21,7 +21,7 @@ from penstock.schedule.speculation import (
     learn,
 )
 from penstock.schedule.step import share_times
-from penstock.schedule.step_time import DraftedStep, StepLoad, StepTimeModel
+from penstock.schedule.step_time import StepLoad, StepTimeModel
 from penstock.types import RequestId, SamplingParams
 
 
@@ -301,63 +301,6 @@ def test_few_rows_that_run_ahead_bring_a_batch_no_nearer_to_its_end() -> None:
     assert counts_of(speculation, [row(30, 0), *others]) == [0] * 32
 
 
-def speed(*, right: int, jump_ns: int, num_steps: int = 2000) -> float:
-    """Tokens for time with drafts over those without, of a lone row: of five guesses of one draft so many are
-    right, and each step with drafts takes so much longer than any law of tokens says.
-    """
-    laws, asked = PrefillBudget(LatencyTargets()), row(0, 0)
-    laws.model, base = law(fixed_ns=10_000_000, token_ns=300_000), StepLoad(1, 1, 50)
-    speculation = Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
-    random, tokens, took_ns = Random(right), 0, 0.0
-    for _ in range(num_steps):
-        found = [] if speculation.rests(1) else speculation.choose([asked], base, 500)
-        count = found[0][1] if found else 0
-        load = StepLoad(1 + count, 1 + count, 50 + count)
-        step_ns = round(laws.model.predict_ns(load)) + jump_ns * bool(count)
-        tokens, took_ns = tokens + 1, took_ns + step_ns
-        if count:
-            hits = next((i for i in range(count) if random.randrange(5) >= right), count)
-            speculation.learn(asked, count, hits)
-            tokens += hits
-            laws.drafted = DraftedStep(
-                base=base, load=load, num_rows=1, step_ns=step_ns, passes=StepLoad(num_steps=0), passes_ns=0
-            )
-    return tokens / took_ns * laws.model.predict_ns(base)
-
-
-def test_what_the_law_does_not_know_costs_a_hundredth() -> None:
-    """A fifth of the guesses is right, which pays for a draft's token, but not for what comes with it."""
-    assert speed(right=1, jump_ns=0) > 1.1
-    for jump_ns in (4_000_000, 8_000_000, 20_000_000):
-        assert speed(right=1, jump_ns=jump_ns) > 0.98
-        assert speed(right=0, jump_ns=jump_ns) > 0.98
-
-
-def test_what_comes_with_drafts_is_paid_by_enough_right_ones() -> None:
-    assert speed(right=5, jump_ns=8_000_000) > 5
-    assert speed(right=4, jump_ns=8_000_000) > 1.5
-
-
-def test_a_busy_machine_does_not_end_drafts() -> None:
-    """Its hiccups hit steps with drafts as those without: what counts is how both compare with their law."""
-    laws, asked, base = PrefillBudget(LatencyTargets()), row(0, 0), StepLoad(1, 1, 50)
-    laws.model = law(fixed_ns=10_000_000, token_ns=300_000)
-    speculation = Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
-    laws.usual = 2.5
-    num_drafted = 0
-    for _ in range(300):
-        found = [] if speculation.rests(1) else speculation.choose([asked], base, 500)
-        if found:
-            count, num_drafted = found[0][1], num_drafted + 1
-            load = StepLoad(1 + count, 1 + count, 50 + count)
-            speculation.learn(asked, count, count)
-            laws.drafted = DraftedStep(
-                base=base, load=load, num_rows=1, step_ns=round(2.5 * laws.model.predict_ns(load)),
-                passes=StepLoad(num_steps=0), passes_ns=0,
-            )  # fmt: skip
-    assert num_drafted > 290
-
-
 def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() -> None:
     """Or when an eighth of its rows has gone."""
     speculation, rows = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)]
@@ -371,21 +314,5 @@ def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() ->
     assert counts_of(speculation, many) == [0] * 32
     assert all(map(speculation.rests, (32, 31, 29)))
     assert not speculation.rests(28)
-
-
-def test_a_wrong_law_of_passes_is_tried_once_the_account_is_full() -> None:
-    """Where guesses are right: else the law would never hear that it is wrong."""
-    for right in (True, False):
-        speculation, asked, num_tried = guesser(20_000_000, 1_000, right=right), row(0, 0), 0
-        asked.draft_known = asked.num_planned
-        laws, base, passes = speculation._laws, StepLoad(1, 1, 50), StepLoad(3, 3, 150, 0, 3)
-        for _ in range(1200):
-            if not (count := counts_of(speculation, [asked])[0]):
-                continue
-            num_tried += 1
-            load = StepLoad(1 + count, 1 + count, 50 + count)
-            laws.drafted = DraftedStep(
-                base=base, load=load, num_rows=1, step_ns=round(laws.model.predict_ns(load)), passes=passes,
-                passes_ns=60_000_000,
-            )  # fmt: skip
-        assert (2 <= num_tried <= 10) if right else not num_tried
+    assert counts_of(speculation, []) == []
+    assert not speculation.rests(1)
