@@ -43,7 +43,7 @@ coverage:  ## branch coverage of the packages that decide and of the simulator, 
 		$(BIN)/coverage report --include="penstock/$$package/**" --fail-under=$(COVERAGE_MIN) || failed=1; \
 	done; exit $$failed
 
-mutants:  ## a seeded sample of mutants of policy, schedule and kv before their tests: at most 10 % survive (an hour; ARGS="--count 5 kv")
+mutants:  ## a seeded sample of mutants of policy, schedule and kv before their tests: at most 10 % survive (minutes; ARGS="--count 5 kv")
 	@$(DEV)
 	@$(BIN)/python scripts/mutants.py $(ARGS)
 
@@ -115,7 +115,7 @@ format:  ## rewrite the sources in the house format, and the pages of configurat
 	@$(BIN)/python scripts/config_page.py
 	@$(BIN)/python scripts/models_page.py
 
-bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
+bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32
 	@$(DEV)
 	@$(BIN)/python -m bench.relay.served $(ARGS)
 

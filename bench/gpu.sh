@@ -17,4 +17,4 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-"$python" bench/gpu/main.py "$@"
+"$python" -m bench.gpu.main "$@"

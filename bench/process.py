@@ -1,13 +1,21 @@
-"""A child process, a port for it and what it uses; and the C programs of bench/relay."""
+"""A child process, a port for it and what it uses; `penstock serve` as one; the C programs of bench/relay."""
 
+import http.client
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
+START_S = 600.0
+"""A large model, with its files on a disk."""
+SERVE = (sys.executable, "-m", "penstock", "serve")
 HERE = Path(__file__).parent / "relay"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -15,11 +23,13 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 class Process:
     """A child and what it used."""
 
-    def __init__(self, *command: str, log: Path, **environment: str) -> None:
+    def __init__(self, *command: str, log: Path, cwd: Path | None = None, **environment: str) -> None:
+        self.log = log
         with log.open("ab") as out:
             self.child = subprocess.Popen(
-                command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, start_new_session=True,
+                env={**os.environ, **environment},
+            )  # fmt: skip
 
     def pids(self) -> list[int]:
         """It and its descendants: a gateway may be several processes."""
@@ -52,6 +62,77 @@ class Process:
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
+
+
+class Served(Process):
+    """A `penstock serve` in a folder of its own (configuration, log, state), which takes requests."""
+
+    def __init__(
+        self,
+        place: Path,
+        config: Mapping[str, object] | str,
+        *,
+        tree: Path | None = None,
+        command: Sequence[str] = SERVE,
+        **environment: str,
+    ) -> None:
+        """`config`: may be empty. `tree`: of which source tree; else of the package that is installed.
+
+        Raises:
+            RuntimeError: it did not start.
+        """
+        self.port = free_port()
+        place.mkdir(parents=True, exist_ok=True)
+        text = config if isinstance(config, str) else json.dumps(config)  # JSON is YAML.
+        file = place / "penstock.yaml"
+        file.write_text(text)
+        source = str(tree.resolve()) if tree else ""
+        where = {"PENSTOCK_STATE_DIR": str(place / "state"), "PYTHONPATH": source}
+        super().__init__(
+            *command, *(("-c", file.name) if text else ()), "--port", str(self.port),
+            log=place / "log", cwd=place, **where, **environment,
+        )  # fmt: skip
+        began = time.monotonic()
+        while not self._is_ready():
+            if self.child.poll() is not None or time.monotonic() > began + START_S:
+                self.end()
+                raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.1)
+        self.ready_s = round(time.monotonic() - began, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def ask(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Status and text of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def end(self) -> None:
+        """Stop it, and its workers with it: behind SIGTERM it would listen on for a lameduck time."""
+        if self.child.poll() is None:
+            self.child.send_signal(signal.SIGINT)
+            try:
+                self.child.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.child.pid, signal.SIGKILL)
+                self.child.wait()
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.ask("GET", "/ready")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
 
 
 def family(pid: int) -> list[int]:

@@ -6,13 +6,14 @@ wrong?
 
 Every mutation (mutations.py says which there are) has a rank, made from the seed and its name, and the first
 `--count` of each package are the sample: the same ones on every machine, and nearly the same ones after a
-change of the code. Each mutant is imported by a pytest of its own (mutant_import.py; no file is changed),
-which runs the test files of the package that import the mutated module, those with its name first, up to the
-first failure. A mutant that survives them meets every other test file of the package that reaches the module
-by whatever imports (unless `--narrow`).
+change of the code. A package's tests are run once without a mutation, which says which of them run the
+statement that a mutant changes; each mutant then meets those of the package that do, up to the first
+failure, in a fork of the process that has collected them (mutant_forks.py; no file is changed). A mutant of
+code that runs while modules are imported (defaults, values of classes) is imported by a pytest of its own
+(mutant_import.py), which runs the test files that import the module, and then every other that reaches it.
 
 The result is a JSON file, written after every mutant. A mutant in it is not run again unless it survived and
-has no verdict (`--again`: all survivors). "verdict" is written by hand into a survivor's row: why no test can
+has no verdict (`--again`: all are). "verdict" is written by hand into a survivor's row: why no test can
 notice it. The exit status is 1 if more than a tenth of a package's mutants survived.
 """
 
@@ -27,10 +28,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from mutations import Mutation, mutations
 
@@ -39,12 +42,18 @@ PACKAGES = ("policy", "schedule", "kv")
 DOUBLES = ROOT / "tests/doubles"
 RESULT = ROOT / "docs/results/mutants.json"
 SURVIVORS_MAX = 0.10
+ELSEWHERE = {"schedule": ("tests/engine/test_adapter_manager.py", "tests/sim/test_fast_forward.py")}
+"""Tests of a package's modules that stand where the other half of what they need is."""
 PATIENCE = 4.0
-"""A mutant may take so many times as long as the unchanged module, and the pause beside that."""
-PAUSE_S = 30.0
-UNCHANGED_MAX_S = 600.0
+"""An imported mutant may take so many times as long as the unchanged module, and the pause beside that."""
+PAUSE_S = 60.0
 USAGE_ERROR = 4
 """pytest's exit status; mutant_import.py gives it too."""
+NO_TESTS_RAN = 5
+PYTEST = (
+    sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutant_import",
+    "--hypothesis-seed=0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Row:
     by: str
     """The test that failed."""
     tests: list[str] = field(default_factory=list[str])
-    """The test files that a survivor met."""
+    """The test files that a survivor met, with how many of their tests run its statement."""
     verdict: str = ""
 
 
@@ -93,30 +102,31 @@ def main() -> int:
     parser.add_argument("packages", nargs="*", default=PACKAGES, help=f"of {', '.join(PACKAGES)} (all)")
     parser.add_argument("--seed", type=int, default=1, help="which sample (1)")
     parser.add_argument("--count", type=int, default=60, help="mutants per package (60)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
-    parser.add_argument(
-        "--narrow", action="store_true", help="survivors do not meet the package's other tests"
-    )
-    parser.add_argument("--again", action="store_true", help="run survivors again, even those with a verdict")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")
+    parser.add_argument("--again", action="store_true", help="run all of them, those with a result too")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"the result ({RESULT.relative_to(ROOT)})")
     args = parser.parse_args()
     result = read(args.out, args.seed)
     known = result.mutants
-    sample = [each for package in args.packages for each in sampled(package, args.seed, args.count)]
-    deadline = monotonic() + 60 * args.minutes
-    for each in sample:
-        row = known.get(each.name)
-        if row is not None and (row.outcome != "survived" or (row.verdict and not args.again)):
-            continue
-        if monotonic() > deadline:
+    samples = {package: sampled(package, args.seed, args.count) for package in args.packages}
+    ends_at = monotonic() + 60 * args.minutes
+    for package, sample in samples.items():
+        todo = [each for each in sample if args.again or is_open(known.get(each.name))]
+        for row in run(package, sample, todo, ends_at) if todo else ():
+            row.verdict = known[row.name].verdict if row.name in known and row.outcome == "survived" else ""
+            known[row.name] = row
+            print(f"{row.outcome:9} {row.name}  {row.by}", flush=True)
+            write(args.out, result)
+        if monotonic() > ends_at:
             print("out of time: run again to go on")
             break
-        tests = fitting(each)
-        wider = [] if args.narrow else others(each, tests)
-        known[each.name] = row = run(each, (tests, wider), result.unchanged_s, row.verdict if row else "")
-        print(f"{row.outcome:9} {row.name}  {row.by}", flush=True)
-        write(args.out, result)
+    sample = [each for package in args.packages for each in samples[package]]
     return report([known[each.name] for each in sample if each.name in known])
+
+
+def is_open(row: Row | None) -> bool:
+    """Whether a mutant was never run, or survived and nobody has said why."""
+    return row is None or (row.outcome == "survived" and not row.verdict)
 
 
 def sampled(package: str, seed: int, count: int) -> list[Candidate]:
@@ -167,10 +177,9 @@ def reached(path: Path) -> frozenset[str]:
 
 
 def test_files(package: str) -> list[Path]:
-    """Those of the package's folder. Pages and figures do not test code."""
-    return [
-        path for path in sorted((ROOT / "tests" / package).rglob("test_*.py")) if "_page" not in path.stem
-    ]
+    """Those of the package's folder, and `ELSEWHERE`. Pages and figures do not test code."""
+    own = [path for path in (ROOT / "tests" / package).rglob("test_*.py") if "_page" not in path.stem]
+    return sorted([*own, *(ROOT / name for name in ELSEWHERE.get(package, ()))])
 
 
 def fitting(each: Candidate) -> list[str]:
@@ -192,49 +201,109 @@ def others(each: Candidate, tests: list[str]) -> list[str]:
 # --- running ---------------------------------------------------------------------------------------
 
 
-def run(each: Candidate, rounds: tuple[list[str], ...], unchanged_s: dict[str, float], verdict: str) -> Row:
-    """Put the mutant before its tests, round by round."""
-    where = f"{each.path.relative_to(ROOT)}:{each.mutation.line}"
-    row = Row(each.name, where, each.mutation.kind, each.mutation.before, each.mutation.after, "survived", "")
-    met = list[str]()
+def run(package: str, sample: list[Candidate], todo: list[Candidate], ends_at: float) -> Iterator[Row]:
+    """Put mutants before their tests, in forks of one process; afterwards those of statements that run while
+    modules are imported, in a process each.
+    """
+    known = Known(package, sample)
+    handed_back = list[Candidate]()
+    for line in forks(package, sample, [sample.index(each) for each in todo], known.lines, ends_at):
+        if "test" in line:
+            known.add(line)
+        elif "mutant" not in line:
+            sys.exit(f"without a mutation this fails: {line.get('fails') or line.get('broke')}")
+        elif line["outcome"] == "at import":
+            handed_back.append(sample[line["mutant"]])
+        else:
+            yield row_of(sample[line["mutant"]], line["outcome"], line["by"], line["tests"])
+    for each in handed_back:
+        if monotonic() < ends_at:
+            yield imported(each, known)
+
+
+def row_of(each: Candidate, outcome: str, by: str, tests: list[str]) -> Row:
+    """A survivor's tests are written down by file, with how many of it ran."""
+    where, change = f"{each.path.relative_to(ROOT)}:{each.mutation.line}", each.mutation
+    files = Counter(name.partition("::")[0] for name in tests if outcome == "survived")
+    is_by_file = all("::" not in name for name in tests)
+    met = [name if is_by_file else f"{name} ({count})" for name, count in sorted(files.items())]
+    return Row(each.name, where, change.kind, change.before, change.after, outcome, by, met)
+
+
+class Known:
+    """Lines about the package's unchanged tests, kept in a file as long as nothing that they run changes."""
+
+    def __init__(self, package: str, sample: list[Candidate]) -> None:
+        tests = test_files(package)
+        used = {file_of(name) for path in tests for name in reached(path)}
+        digest = hashlib.sha256("\n".join(each.name for each in sample).encode())
+        for path in sorted({*tests, *used}):
+            digest.update(path.read_bytes())
+        self._path = ROOT / f"bench/out/mutants/{package}-{digest.hexdigest()[:12]}.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.read_text().splitlines() if self._path.exists() else []
+        self.lines = [json.loads(line) for line in written]
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Keep one."""
+        self.lines.append(line)
+        with self._path.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def seconds(self, files: list[str]) -> float:
+        """The CPU time of the tests of these files."""
+        return sum(line["s"] for line in self.lines if line["test"].partition("::")[0] in files)
+
+
+def forks(
+    package: str, sample: list[Candidate], todo: list[int], known: list[dict[str, Any]], ends_at: float
+) -> Iterator[dict[str, Any]]:
+    """What mutant_forks.py says, line by line."""
+    read, write = os.pipe()
+    job = {
+        "out": write, "jobs": os.cpu_count() or 1, "ends_at": ends_at, "todo": todo, "known": known,
+        "modules": {each.module: str(each.path) for each in sample},
+        "mutants": [(each.module, each.mutation.key) for each in sample],
+    }  # fmt: skip
+    files = [str(path.relative_to(ROOT)) for path in test_files(package)]
+    with environment(PENSTOCK_MUTANTS=json.dumps(job)) as environ, tempfile.TemporaryFile() as log:
+        command = [
+            *PYTEST,
+            "-p",
+            "mutant_forks",
+            "--capture=no",
+            *files,
+        ]
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, pass_fds=[write])
+        os.close(write)
+        with open(read) as lines:
+            yield from map(json.loads, lines)
+        if process.wait() not in (0, NO_TESTS_RAN):
+            log.seek(0)
+            sys.exit(f"the tests of {package} could not be run\n{log.read().decode()}")
+
+
+def imported(each: Candidate, known: Known) -> Row:
+    """A mutant that is imported in place of its module, as no fork can put it in afterwards."""
+    near = fitting(each)
+    rounds, met = (near, others(each, near)), list[str]()
     for files in filter(None, rounds):
-        status, output = pytest(files, limit_s(files, unchanged_s), each)
+        status, output = pytest(files, each, PAUSE_S + PATIENCE * known.seconds(files))
         met += files
         if status == USAGE_ERROR:
             sys.exit(f"the tests did not import the mutant {each.name}\n{output}")
         if status != 0:
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            row.outcome = "timeout" if status is None else "killed"
-            row.by = "" if status is None else failed[1] if failed else "import"
-            return row
-    row.tests, row.verdict = met, verdict
-    return row
+            by = "" if status is None else failed[1] if failed else "import"
+            return row_of(each, "timeout" if status is None else "killed", by, met)
+    return row_of(each, "survived", "", met)
 
 
-def limit_s(files: list[str], unchanged_s: dict[str, float]) -> float:
-    """How long a mutant may take, from how long the unchanged module takes. There, the tests must pass."""
-    for name in files:
-        if name not in unchanged_s:
-            began = monotonic()
-            status, output = pytest([name], UNCHANGED_MAX_S)
-            if status != 0:
-                sys.exit(f"{name} fails without a mutation\n{output}")
-            unchanged_s[name] = round(monotonic() - began, 1)
-    return PAUSE_S + PATIENCE * sum(unchanged_s[name] for name in files)
-
-
-def pytest(files: list[str], limit_s: float, mutant: Candidate | None = None) -> tuple[int | None, str]:
+def pytest(files: list[str], mutant: Candidate, limit_s: float) -> tuple[int | None, str]:
     """The exit status (None: it took too long) and the output of a run up to the first failure."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "mutant_import", "--hypothesis-seed=0", "--tb=no"]
-    with tempfile.TemporaryDirectory() as scratch:
-        environ = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "scripts"),
-            "PENSTOCK_MUTANT": json.dumps([mutant.module, mutant.mutation.key]) if mutant else "",
-            "HYPOTHESIS_STORAGE_DIRECTORY": scratch,
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        command = [sys.executable, "-m", "pytest", *options, f"--basetemp={scratch}/tmp", *files]
+    wanted = json.dumps([mutant.module, mutant.mutation.key])
+    with environment(PENSTOCK_MUTANT=wanted) as environ:
+        command = [*PYTEST, "-x", "--tb=no", f"--basetemp={environ['TMPDIR']}/tmp", *files]
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=limit_s
@@ -242,6 +311,20 @@ def pytest(files: list[str], limit_s: float, mutant: Candidate | None = None) ->
         except subprocess.TimeoutExpired:
             return None, ""
     return done.returncode, done.stdout + done.stderr
+
+
+@contextmanager
+def environment(**own: str) -> Iterator[dict[str, str]]:
+    """Of a process that leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "scripts"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": scratch,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": scratch,
+            **own,
+        }
 
 
 # --- the result ------------------------------------------------------------------------------------
@@ -253,8 +336,6 @@ class Result:
 
     seed: int
     mutants: dict[str, Row] = field(default_factory=dict[str, Row])
-    unchanged_s: dict[str, float] = field(default_factory=dict[str, float])
-    """By test file: how long it takes without a mutation, on the machine that ran it first."""
 
 
 def read(path: Path, seed: int) -> Result:
@@ -262,14 +343,13 @@ def read(path: Path, seed: int) -> Result:
     if not path.exists():
         return Result(seed)
     found = json.loads(path.read_text())
-    return Result(seed, {row["name"]: Row(**row) for row in found["mutants"]}, found["unchanged_s"])
+    return Result(seed, {row["name"]: Row(**row) for row in found["mutants"]})
 
 
 def write(path: Path, result: Result) -> None:
     """All rows, sorted, so that two runs compare line by line."""
     listed = [asdict(result.mutants[name]) for name in sorted(result.mutants)]
-    times = dict(sorted(result.unchanged_s.items()))
-    found = {"seed": result.seed, "mutants": listed, "unchanged_s": times}
+    found = {"seed": result.seed, "mutants": listed}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

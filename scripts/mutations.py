@@ -17,7 +17,7 @@ of a class that has nothing else (bounds and tables: a test would only repeat th
 import ast
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,30 @@ def mutated(source: str, key: str) -> ast.Module:
             site.change()
             return ast.fix_missing_locations(tree)
     raise LookupError(f"no such mutation: {key}")
+
+
+def probed(source: str, numbers: Mapping[str, int]) -> ast.Module:
+    """The module's tree, which calls `__probe__(number)` in front of each statement that one of the mutations
+    changes.
+
+    Raises:
+        LookupError: the module has no such mutation (any more).
+    """
+    tree = ast.parse(source)
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    sites = {mutation.key: site for mutation, site in _named(tree)}
+    for key, number in numbers.items():
+        if key not in sites:
+            raise LookupError(f"no such mutation: {key}")
+        node = sites[key].old if isinstance(sites[key].old, ast.stmt) else sites[key].parent
+        while not isinstance(node, ast.stmt):
+            node = above[node]
+        block = next(value for _, value in ast.iter_fields(above[node])
+                     if isinstance(value, list) and any(each is node for each in value))  # fmt: skip
+        call = ast.Expr(ast.Call(ast.Name("__probe__", ast.Load()), [ast.Constant(number)], []))
+        at = next(i for i, each in enumerate(block) if each is node)
+        block.insert(at, ast.fix_missing_locations(ast.copy_location(call, node)))
+    return tree
 
 
 def _named(tree: ast.Module) -> Iterator[tuple[Mutation, _Site]]:

@@ -4,7 +4,8 @@ Everything else is compared with these.
 """
 
 import torch
-from common import Bench, Report
+
+from bench.gpu.common import Bench, Report
 
 
 @torch.inference_mode()

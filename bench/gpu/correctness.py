@@ -6,15 +6,14 @@ bf16: log-probabilities of fixed prompts (so that one other token does not chang
 Invariance: a batch, graphs and overlap change no token.
 """
 
-import sys
 import tempfile
 from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import CLOCK, Bench, Report
 
+from bench.gpu.common import CLOCK, Bench, Report
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import StepRunner, build_core
 from penstock.engine.gpu.load import load_on_device
@@ -50,9 +49,7 @@ Answer = tuple[list[int], list[TokenLogprob]]
 
 
 def run(bench: Bench, report: Report) -> None:
-    # The tests' own makers of checkpoints; they need transformers.
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "doubles"))
-    import tiny_models
+    import tiny_models  # The tests' own makers of checkpoints; they need transformers.
 
     torch.set_num_threads(1 if bench.tiny else 8)
     found: dict[str, Any] = {}

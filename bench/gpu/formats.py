@@ -6,16 +6,15 @@ how far the log-probabilities of a text's tokens move, by how far into the conte
 
 import math
 import pydoc_data.topics
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Bench, Report
-from correctness import SCORED, ask, differences, on_device, prompts, quiet
 
+from bench.gpu.common import Bench, Report
+from bench.gpu.correctness import SCORED, ask, differences, on_device, prompts, quiet
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 
@@ -39,7 +38,6 @@ OTHER_CHUNKS = 48
 
 
 def run(bench: Bench, report: Report) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "doubles"))
     import quantized_checkpoints
     import tiny_models
 

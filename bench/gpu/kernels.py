@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ceilings import copy_rate, gemm_rate, void
-from common import Bench, Report, shape
-from steps import Case, Rows, case
 from torch import Tensor
 
+from bench.gpu.ceilings import copy_rate, gemm_rate, void
+from bench.gpu.common import Bench, Report, shape
+from bench.gpu.steps import Case, Rows, case
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.ops import AttentionLayer, Ops
 from penstock.engine.gpu.step import Drawn

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from penstock.clock import SystemClock
 
 CLOCK = SystemClock()
@@ -118,12 +116,15 @@ def run_all(sections: list[Section], options: argparse.Namespace) -> dict[str, A
 
 def run_section(section: Section, options: argparse.Namespace) -> dict[str, Any]:
     """Run a section here; what it finds is in its file at any time."""
-    from common import Bench, Report  # With torch, which the process that only starts others can do without.
+    from bench.gpu.common import (
+        Bench,
+        Report,
+    )  # With torch, which the process that only starts others can do without.
 
     bench, report = Bench(cpu=options.cpu, tiny=options.tiny), Report(part_of(section, options.out))
     started_ns = CLOCK.now_ns()
     try:
-        importlib.import_module(section.module).run(bench, report, *section.arguments)
+        importlib.import_module(f"bench.gpu.{section.module}").run(bench, report, *section.arguments)
     except Exception as error:  # noqa: BLE001 Whatever it is, the other sections go on.
         report.put("error", f"{type(error).__name__}: {error}"[:2000])
         report.put("traceback", traceback.format_exc()[-4000:])
@@ -133,11 +134,20 @@ def run_section(section: Section, options: argparse.Namespace) -> dict[str, Any]
 
 def in_a_process(section: Section, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     flags = [flag for flag, on in (("--cpu", options.cpu), ("--tiny", options.tiny)) if on]
-    command = [sys.executable, __file__, "--section", section.name, "--out", str(options.out), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.main",
+        "--section",
+        section.name,
+        "--out",
+        str(options.out),
+        *flags,
+    ]
     part = part_of(section, options.out)
     part.unlink(missing_ok=True)
     why = ""
-    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True, cwd=ROOT)
     try:
         code = process.wait(limit_s)
         why = f"the process ended with {code}" if code else ""

@@ -10,9 +10,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ceilings import copy_rate, gemm_rate
-from common import CLOCK, Bench, Report, build, shape
-
+from bench.gpu.ceilings import copy_rate, gemm_rate
+from bench.gpu.common import CLOCK, Bench, Report, build, shape
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.models.spec import DecoderSpec
 from penstock.schedule.plan import NewRow, RowWork, StepPlan

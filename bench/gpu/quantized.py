@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from ceilings import copy_rate, gemm_rate, void
-from common import Bench, Report, shape
-from kernels import attend, check_attend, compare, random
-from steps import Rows
 from torch import Tensor
 
+from bench.gpu.ceilings import copy_rate, gemm_rate, void
+from bench.gpu.common import Bench, Report, shape
+from bench.gpu.kernels import attend, check_attend, compare, random
+from bench.gpu.steps import Rows
 from penstock.engine.gpu.packed import (
     MatrixOps,
     PackedWeight,

@@ -3,26 +3,22 @@
 Shapes with random weights give speed; the trained demo model gives answers, which are held against the CPU's.
 """
 
+import atexit
 import json
-import os
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import CLOCK, Bench, Report, shape
-
+from bench.gpu.common import Bench, Report, shape
+from bench.harness import REPOSITORY
+from bench.process import Served
 from penstock.models.spec import DecoderSpec
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "models" / "penstock-demo-mini"
+DEMO = REPOSITORY / "models" / "penstock-demo-mini"
 KEY = "sk-of-the-gpu-bench-0123456789"
-READY = "Penstock is ready"
 QUESTIONS = (
     "What is the capital of France?", "What is 12 + 30?", "Say hello in German.", "Count from 1 to 10.",
     "What colour is the sky?", "What is the weather in Paris?", "Who are you?", "Name three animals.",
@@ -57,22 +53,24 @@ def answers(bench: Bench) -> dict[str, Any]:
     devices = ("cpu", "cpu") if bench.cpu else ("cuda", "cpu")
     texts: list[list[str]] = []
     for device in devices:
-        with served(f"models: [{{path: {DEMO}, engine: {{device: {device}}}}}]") as server:
-            texts.append([ask(server.url, question) for question in QUESTIONS])
+        with served({"models": [{"path": str(DEMO), "engine": {"device": device}}]}) as server:
+            texts.append([ask(server, question) for question in QUESTIONS])
     equal = sum(one == other for one, other in zip(*texts, strict=True))
     return {"equal": equal, "differ": [pair for pair in zip(*texts, strict=True) if pair[0] != pair[1]]}
 
 
-def ask(url: str, question: str) -> str:
+def served(settings: dict[str, Any]) -> Served:
+    """A server whose folder is gone when this process ends."""
+    place = Path(tempfile.mkdtemp(prefix="gpu-serving-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return Served(place, settings, PENSTOCK_API_KEY=KEY)
+
+
+def ask(server: Served, question: str) -> str:
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
     body["model"] = DEMO.name
-    request = urllib.request.Request(
-        f"{url}/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json", "authorization": f"Bearer {KEY}"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+    _, text = server.ask("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+    return json.loads(text)["choices"][0]["message"]["content"]
 
 
 # --- load -------------------------------------------------------------------------------------------
@@ -93,8 +91,9 @@ def load(bench: Bench, name: str) -> dict[str, Any]:
         # Nothing is promised: callers in a closed loop ask for all that the server can do, however late.
         admission = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": []}
         settings = {"models": [{"path": str(model), "engine": engine}], "admission": admission}
-        with served(json.dumps(settings)) as server:
-            found = [json.loads(measured(server.url, level, prompt, output)) for level in levels]
+        with served(settings) as server:
+            url = f"http://127.0.0.1:{server.port}/v1"
+            found = [json.loads(measured(url, level, prompt, output)) for level in levels]
             return {
                 "ready_s": server.ready_s,
                 "prompt_tokens": prompt,
@@ -157,42 +156,3 @@ def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
     taken = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}
     known.update((f"\u0120x{i}", i) for i in range(config["vocab_size"]) if i not in taken)
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
-# --- a server ---------------------------------------------------------------------------------------
-
-
-class Server:
-    """A `penstock serve` that is ready."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.url, self.ready_s = "", 0.0
-
-
-@contextmanager
-def served(settings: str) -> Iterator[Server]:
-    """Start a server with this YAML; it ends with the block."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "penstock.yaml"
-        file.write_text(settings)
-        started_ns = CLOCK.now_ns()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", "-c", str(file), "--port", "0", "--log-level",
-            "warning"], stdout=subprocess.PIPE, text=True, cwd=directory,
-            env=os.environ | {"PENSTOCK_API_KEY": KEY},
-        )  # fmt: skip
-        server = Server(process)
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if READY in line:
-                    server.ready_s = round((CLOCK.now_ns() - started_ns) / 1e9, 2)
-                if line.split()[:1] == ["API"]:
-                    server.url = line.split()[1]
-                    break
-            assert server.url, "the server ended before it was ready"
-            yield server
-        finally:
-            process.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
-            process.communicate(timeout=60)

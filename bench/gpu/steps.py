@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from common import Bench
 from torch import Tensor
 
+from bench.gpu.common import Bench
 from penstock.engine.gpu.ops import HeadRotation, Ops, Partials
 from penstock.engine.gpu.step import (
     DeviceStep,

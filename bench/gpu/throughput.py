@@ -4,8 +4,7 @@ scheduler and runner.
 
 from array import array
 
-from common import CLOCK, Bench, Report, build, shape
-
+from bench.gpu.common import CLOCK, Bench, Report, build, shape
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.protocol.worker import Submit

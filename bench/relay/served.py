@@ -1,76 +1,34 @@
-"""The benchmark of `make bench`: the server as users start it, under load, and the relay's cost beside it.
+"""The benchmark of `make bench`: the server as users start it, under load.
 
-    python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [--
-    MODEL --serve-flags]
+    python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [-- MODEL --serve-flags]
 
-Starts `penstock serve` on a free port, measures it with `penstock bench`, measures the load generator
-alone against an endpoint that computes nothing (to show how far it is from being the bottleneck), then
-runs relay_cost.py. JSON goes to bench/out/; the last lines are the summary.
+Starts `penstock serve` on a free port, measures it with `penstock bench`, and measures the load generator
+alone against an endpoint that computes nothing (to show how far it is from being the bottleneck). JSON goes
+to bench/out/; the last lines are the summary.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.harness import REPOSITORY
+from bench.process import Served
 from penstock import rng
 
-REPOSITORY = Path(__file__).parents[2]
 OUT = REPOSITORY / "bench" / "out"
-START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 60
 PENSTOCK = (sys.executable, "-m", "penstock")
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A running server."""
-
-    url: str
-    key: str
-    ready_s: float
-
-
-@contextlib.contextmanager
-def serving(flags: list[str]) -> Iterator[Served]:
-    """`penstock serve` on a free port, stopped the way people stop it."""
-    key = rng.fresh_token()
-    log = (OUT / "serve.log").open("w")
-    process = subprocess.Popen(
-        [*PENSTOCK, "serve", *flags, "--port", "0", "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        # Its ledger is not the user's.
-        env={**os.environ, "PENSTOCK_API_KEY": key, "PENSTOCK_STATE_DIR": str((OUT / "state").absolute())},
-    )
-    assert process.stdout is not None
-    try:
-        url = ready = None
-        for line in process.stdout:  # Ends when the server does.
-            ready = re.search(r"ready after ([\d.]+) s", line) or ready
-            url = re.search(r"API +(\S+)", line) or url
-            if "Ctrl-C drains" in line:
-                break
-        if not url or not ready:
-            sys.exit(f"the server did not start; see {log.name}\n{Path(log.name).read_text()}")
-        yield Served(url[1], key, float(ready[1]))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_TIMEOUT_S)
-        log.close()
 
 
 @contextlib.contextmanager
@@ -97,26 +55,9 @@ def measure(url: str, key: str, path: Path, flags: list[str]) -> dict:
     return json.loads(path.read_text())
 
 
-def relay_cost(path: Path) -> dict | None:
-    """CPU per relayed chunk, ours beside the baselines."""
-    console.print("measuring the relay's CPU per chunk ...", style="dim")
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.relay.cost"],
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    if done.returncode:
-        console.print("bench.relay.cost failed", style="red")
-        return None
-    path.write_text(done.stdout)
-    return json.loads(done.stdout)
-
-
-def summary(served: Served, report: dict, client: dict) -> None:
+def summary(ready_s: float, report: dict, client: dict) -> None:
     """Tables for people."""
-    table = Table(title=f"{report['model']}, ready after {served.ready_s:.1f} s", title_justify="left")
+    table = Table(title=f"{report['model']}, ready after {ready_s:.1f} s", title_justify="left")
     table.add_column("load")
     for name in ("output tok/s", "req/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed"):
         table.add_column(name, justify="right")
@@ -146,20 +87,6 @@ def summary(served: Served, report: dict, client: dict) -> None:
     )
 
 
-def relay_summary(relay: dict) -> None:
-    """The relay's cost in one sentence, with its spread."""
-
-    def spread(numbers: dict) -> str:
-        return f"{numbers['median']:g} ({numbers['min']:g} to {numbers['max']:g})"
-
-    console.print(
-        f"Relay: {spread(relay['gateway']['us_per_chunk'])} us of CPU per chunk at {relay['streams']} "
-        f"streams, {spread(relay['gateway_to_baseline_uvloop'])} times a plain asyncio server's on uvloop, "
-        f"{spread(relay['gateway_to_baseline'])} times the same on the standard loop; "
-        f"{relay['rounds']} rounds, median (least to most)."
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure `penstock serve` and the relay.")
     parser.add_argument(
@@ -169,22 +96,20 @@ def main() -> int:
     parser.add_argument("--duration", default="8", help="seconds per level (default: 8)")
     parser.add_argument("--requests", help="per level, instead of --duration")
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--skip-relay", action="store_true")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     flags = ["--concurrency", args.concurrency, "--seed", args.seed]
     flags += ["--requests", args.requests] if args.requests else ["--duration", args.duration]
-    with serving(args.serve) as served:
-        report = measure(served.url, served.key, OUT / f"serve-{stamp}.json", flags)
+    key, place = rng.fresh_token(), OUT / "serve"
+    with Served(place, "", command=(*PENSTOCK, "serve", *args.serve), PENSTOCK_API_KEY=key) as served:
+        url = f"http://127.0.0.1:{served.port}/v1"
+        report = measure(url, key, OUT / f"serve-{stamp}.json", flags)
     with scripted() as url:
         alone = ["--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed]
         client = measure(url, "", OUT / f"client-{stamp}.json", alone)
-    relay = None if args.skip_relay else relay_cost(OUT / f"relay-{stamp}.json")
     console.print()
-    summary(served, report, client)
-    if relay is not None:
-        relay_summary(relay)
+    summary(served.ready_s, report, client)
     console.print(f"JSON: {OUT}/*-{stamp}.json", style="dim")
     return 0
 

@@ -66,28 +66,50 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Of each, functions whose time is in it with all that they call, and those of them that are not."""
 
 
-def profile(shape: Shape, requests: int, place: Path) -> pstats.Stats:
-    """The profile of so many requests."""
-    port, upstream_port, out = free_port(), free_port(), place / f"{shape.name}.prof"
-    log, config = place / f"{shape.name}.log", place / f"{shape.name}.yaml"
+@contextmanager
+def serving(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    shape: Shape,
+    place: Path,
+    patience_s: float = START_S,
+) -> Generator[tuple[int, Process]]:
+    """`penstock serve` by this command in front of an upstream, which has answered: its port."""
+    port, upstream_port = free_port(), free_port()
+    log, config = place / f"{port}.log", place / f"{port}.yaml"
     chunks, period = str(shape.chunks or 1), str(shape.period_us)
     upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
     config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
-    script = str(HERE / "profiled.py")
     state = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}")}
-    process = Process(sys.executable, script, str(out), "serve", "-c", str(config), log=log, **state)
+    process = Process(*command, "serve", "-c", str(config), log=log, **state, **environment)
     try:
-        wait_answers(place, port, process)
-        load(place, port, shape, max(shape.connections, requests // 4))
+        wait_answers(place, port, process, patience_s)
+        load(place, port, shape, shape.connections)
+        yield port, process
+    finally:
+        process.end()
+        upstream.end()
+
+
+def of_tree(tree: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a source tree's `penstock`."""
+    python, _, path = tree.rpartition("@")
+    where = f"{Path(path).resolve()}:{sysconfig.get_paths()['purelib']}"
+    return [python or sys.executable, "-P", "-m", "penstock"], {"PYTHONPATH": where}
+
+
+def profile(shape: Shape, requests: int, place: Path) -> pstats.Stats:
+    """The profile of so many requests."""
+    out = place / f"{shape.name}.prof"
+    command = (sys.executable, str(HERE / "profiled.py"), str(out))
+    with serving(command, {}, shape, place) as (port, process):
+        load(place, port, shape, requests // 4)
         os.kill(process.child.pid, signal.SIGUSR1)
         load(place, port, shape, requests)
         os.kill(process.child.pid, signal.SIGUSR2)
         while not out.exists():
             time.sleep(0.05)
         return pstats.Stats(str(out))
-    finally:
-        process.end()
-        upstream.end()
 
 
 def stages_of(stats: pstats.Stats, requests: int) -> dict[str, float]:
@@ -109,33 +131,12 @@ def stages_of(stats: pstats.Stats, requests: int) -> dict[str, float]:
     return shares
 
 
-@contextmanager
-def serving(tree: str, shape: Shape, place: Path, *before: str) -> Generator[tuple[int, Process]]:
-    """A tree's `penstock serve` in front of an upstream, which has answered: its port."""
-    port, upstream_port = free_port(), free_port()
-    log, config = place / f"{port}.log", place / f"{port}.yaml"
-    chunks, period = str(shape.chunks or 1), str(shape.period_us)
-    upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
-    config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
-    python, _, path = tree.rpartition("@")
-    where = f"{Path(path).resolve()}:{sysconfig.get_paths()['purelib']}"
-    environment = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), "PYTHONPATH": where}
-    command = (*before, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", str(config))
-    process = Process(*command, log=log, **environment)
-    try:
-        wait_answers(place, port, process, PATIENCE_S if before else START_S)
-        load(place, port, shape, shape.connections)
-        yield port, process
-    finally:
-        process.end()
-        upstream.end()
-
-
 def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
     """Of the processor, in all threads, for each request."""
     out = place / "callgrind"
     tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
-    with serving(tree, shape, place, *tool) as (port, process):
+    command, environment = of_tree(tree)
+    with serving([*tool, *command], environment, shape, place, PATIENCE_S) as (port, process):
         pid = str(process.child.pid)
         subprocess.run(["callgrind_control", "-i", "on", pid], check=True, capture_output=True)
         load(place, port, shape, requests)
@@ -154,7 +155,7 @@ def in_bursts(
     """CPU microseconds of all threads for each request: a row for each turn, a column for each tree."""
     rows: list[list[float]] = []
     with ExitStack() as stack:
-        running = [stack.enter_context(serving(tree, shape, place)) for tree in trees]
+        running = [stack.enter_context(serving(*of_tree(tree), shape, place)) for tree in trees]
         for number in range(-1, turns):
             row = [0.0 for _ in trees]
             for i in range(len(trees)):
@@ -197,28 +198,24 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=0, help="bursts of CPU time")
     parser.add_argument("--instructions", action="store_true", help="with valgrind: a minute for each tree")
     args = parser.parse_args()
-    if args.tree:
-        costs: dict[str, object] = {}
-        with tempfile.TemporaryDirectory(prefix="relay-profile-") as name:
-            build(Path(name))
-            for shape in [each for each in SHAPES if each.name in args.shapes.split(",")]:
-                requests = max(shape.connections, args.requests if not shape.period_us else 0)
-                short = replace(shape, chunks=min(shape.chunks, 64))
-                costs[shape.name] = beside(short, requests, Path(name), args)
-        write_result(args.json, {"trees": args.tree, "costs": costs})
-        return
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, object] = {}
+    shares: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="relay-profile-") as name:
         build(Path(name))
-        for shape in SHAPES:
-            if shape.name in args.shapes.split(","):
-                requests = max(shape.connections, args.requests if not shape.period_us else 0)
-                short = replace(shape, chunks=min(shape.chunks, 64))
-                found[shape.name] = stages_of(profile(short, requests, Path(name)), requests)
-    rows = [(stage, *(each[stage] for each in found.values())) for stage in [*STAGES, "all else"]]
-    rows.append(("calls for each request", *(each["calls for each request"] for each in found.values())))
-    print(table(("percent of the main thread", *found), rows))
-    write_result(args.json, {"shares": found})
+        for shape in [each for each in SHAPES if each.name in args.shapes.split(",")]:
+            requests = max(shape.connections, args.requests if not shape.period_us else 0)
+            short = replace(shape, chunks=min(shape.chunks, 64))
+            if args.tree:
+                costs[shape.name] = beside(short, requests, Path(name), args)
+            else:
+                shares[shape.name] = stages_of(profile(short, requests, Path(name)), requests)
+    if args.tree:
+        write_result(args.json, {"trees": args.tree, "costs": costs})
+        return
+    rows = [(stage, *(each[stage] for each in shares.values())) for stage in [*STAGES, "all else"]]
+    rows.append(("calls for each request", *(each["calls for each request"] for each in shares.values())))
+    print(table(("percent of the main thread", *shares), rows))
+    write_result(args.json, {"shares": shares})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim/fidelity.py and bench/sockets/load_and_sim.py start
+Named by worker processes that bench/sim/fidelity.py and tests/doubles/modelled_load.py start
 (`runner="bench.sim.modelled_runner:build_runner"`, the repository on PYTHONPATH). The model is in the
 environment, as JSON of `Modelled`: `environment` writes it.
 """

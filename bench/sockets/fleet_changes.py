@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.harness import REPOSITORY, command_line, extend_result
-from bench.process import family, free_port
-from bench.sockets.rollout_noise import ADMIN, Server
+from bench.process import Served, family, free_port
+from bench.sockets.rollout_noise import ADMIN
 
 KEY, CELL_KEY = f"{ADMIN}0", "the-key-of-all-cells"
 PATIENCE_S = 150.0
@@ -53,7 +53,7 @@ def until(happened: Callable[[], object], what: str) -> float:
 class Load:
     """`penstock bench` at a server, for as long as its block lasts at most."""
 
-    def __init__(self, server: Server, place: Path, *, callers: int, seconds: float) -> None:
+    def __init__(self, server: Served, place: Path, *, callers: int, seconds: float) -> None:
         self._report = place / f"bench-{time.monotonic_ns()}.json"
         command = [
             sys.executable, "-m", "penstock", "bench", "--url", f"http://127.0.0.1:{server.port}/v1",
@@ -89,20 +89,20 @@ class Load:
         return {name: round(level[name], 2) for name in kept}
 
 
-def admin(server: Server, path: str) -> Any:  # noqa: ANN401
+def admin(server: Served, path: str) -> Any:  # noqa: ANN401
     status, body = server.ask("GET", path, headers={"Authorization": f"Bearer {ADMIN}"})
     assert status == 200, body
     return json.loads(body)
 
 
-def command(server: Server, *words: str) -> None:
+def command(server: Served, *words: str) -> None:
     """An operator's order."""
     flags = ("--url", f"http://127.0.0.1:{server.port}", "--key", ADMIN)
     subprocess.run([sys.executable, "-m", "penstock", *words, *flags], check=True)
 
 
 def scale(place: Path) -> dict[str, Any]:
-    server = Server(
+    server = Served(
         place,
         f"models:\n- {{path: penstock-demo-mini, name: river, scale: {{max: 3, min: 1, in_after_s: 2}},"
         f" engine: {{{ENGINE}}}}}\n{AUTH}{PATIENT}",
@@ -123,7 +123,7 @@ def scale(place: Path) -> dict[str, Any]:
                 "load": load.ended(),
             }  # fmt: skip
     finally:
-        server.close()
+        server.end()
 
 
 def versions(place: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def versions(place: Path) -> dict[str, Any]:
         f"- {{path: {path}, name: river, version: {number}, engine: {{{ENGINE}}}}}\n"
         for number, path in enumerate(paths, 1)
     )
-    server = Server(place, f"models:\n{models}{AUTH}{PATIENT}")
+    server = Served(place, f"models:\n{models}{AUTH}{PATIENT}")
     try:
         return {
             words: tried(server, place, version, state)
@@ -141,10 +141,10 @@ def versions(place: Path) -> dict[str, Any]:
             )
         }  # fmt: skip
     finally:
-        server.close()
+        server.end()
 
 
-def tried(server: Server, place: Path, version: int, expected: str) -> dict[str, Any]:
+def tried(server: Served, place: Path, version: int, expected: str) -> dict[str, Any]:
     """One rollout, from its order to its end."""
 
     def latest() -> dict[str, Any]:
@@ -164,24 +164,24 @@ def tried(server: Server, place: Path, version: int, expected: str) -> dict[str,
 
 
 @contextlib.contextmanager
-def three_cells(place: Path) -> Iterator[dict[str, Server]]:
+def three_cells(place: Path) -> Iterator[dict[str, Served]]:
     text = (REPOSITORY / "examples/cells/cells.yaml").read_text()
     for port in ("7101", "7102", "7103"):
         text = text.replace(port, str(free_port()))
-    servers: dict[str, Server] = {}
+    servers: dict[str, Served] = {}
     try:
         for name in ("east", "west", "north"):
             named = {"PENSTOCK_CELL": name, "PENSTOCK_CELL_KEY": CELL_KEY}
-            servers[name] = Server(place / name, f"{text}{AUTH}{PATIENT}", **named)
+            servers[name] = Served(place / name, f"{text}{AUTH}{PATIENT}", **named)
         for each in servers.values():
             until(lambda each=each: len(ready_at(each)) == 4, "two workers and two peers")
         yield servers
     finally:
         for each in servers.values():
-            each.close()
+            each.end()
 
 
-def ready_at(server: Server) -> set[str]:
+def ready_at(server: Served) -> set[str]:
     workers = admin(server, "/admin/workers")["workers"]
     return {each["id"] for each in workers if each["state"] == "ready"}
 

@@ -26,18 +26,17 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.harness import command_line, write_result
-from bench.process import free_port
+from provider_process import ProviderProcess
+
+from bench.harness import REPOSITORY, command_line, write_result
+from bench.process import Served
 from penstock.bench.load import percentile
 
 NOISY, POLITE = "sk-noisy-neighbour-0001", "sk-polite-tenant-0002"
@@ -45,11 +44,8 @@ CROWD = [f"sk-one-of-a-crowd-{number:04}" for number in range(64)]
 STREAM_TOKENS, WAVE_TOKENS, POLITE_TOKENS = 2000, 300, 8
 WAVES, DEAF = 40, 24
 PAUSE_S, RETRY_S = 0.05, 0.25
-START_S = 60.0
 STEP_S = 0.01
 """Of an external worker: the time per token, which its number of streams does not change."""
-HERE = Path(__file__).resolve().parents[2]
-from provider_process import ProviderProcess
 
 
 @dataclass
@@ -70,61 +66,26 @@ class Window:
         }  # fmt: skip
 
 
-class Served:
-    """A `penstock serve` of one source tree, and its worker."""
-
-    def __init__(self, tree: Path, place: Path, args: argparse.Namespace) -> None:
-        self.port, self._provider = free_port(), None
+@contextlib.contextmanager
+def served(tree: Path, place: Path, args: argparse.Namespace) -> Iterator[int]:
+    """A `penstock serve` of one source tree, and its worker: the port."""
+    with contextlib.ExitStack() as stack:
         if args.engine == "penstock":
             engine = {"max_running": args.rows, "threads": 1, "kv_memory_bytes": 1 << 28}
             worker: dict[str, object] = {"engine": engine}
         else:
-            self._provider = ProviderProcess(args.engine, rows=args.rows)
-            self._provider.behaves(step_s=STEP_S)
+            provider = stack.enter_context(ProviderProcess(args.engine, rows=args.rows))
+            provider.behaves(step_s=STEP_S)
             facts = {"engine": args.engine, "served_model": "served", "max_model_len": 4096}
-            address = {"url": self._provider.url, "max_running": args.rows}
+            address = {"url": provider.url, "max_running": args.rows}
             worker = {"replicas": 0, "workers": [address | facts]}
         config = {
             "models": [{"path": args.model, "name": "m", **worker}],
-            "server": {"port": self.port, "processes": args.processes},
+            "server": {"processes": args.processes},
             "auth": {"keys": [NOISY, POLITE, *CROWD]},
             "log": {"access": False},
-        }  # fmt: skip
-        file = place / "config.yaml"
-        file.write_text(json.dumps(config))  # JSON is YAML.
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(tree.resolve()),
-            "PENSTOCK_STATE_DIR": str(place / "state"),
         }
-        with (place / "log").open("ab") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "penstock", "serve", "-c", str(file)],
-                env=environment, stdout=log, stderr=log, cwd=place,
-            )  # fmt: skip
-        deadline = time.monotonic() + START_S
-        while not self._is_ready():
-            if time.monotonic() > deadline or self._child.poll() is not None:
-                sys.exit(f"it did not start: {(place / 'log').read_text()[-2000:]}")
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        self._child.send_signal(signal.SIGTERM)
-        try:
-            self._child.wait(5)
-        except subprocess.TimeoutExpired:
-            self._child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(20)
-            self._child.kill()
-        if self._provider is not None:
-            self._provider.kill()
-
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as probe:
-            probe.sendall(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-            return b" 200 " in probe.recv(64)
-        return False
+        yield stack.enter_context(Served(place, config, tree=tree)).port
 
 
 def request(key: str, tokens: int, number: int) -> bytes:
@@ -220,16 +181,15 @@ async def measure(port: int, neighbour: str, args: argparse.Namespace) -> Window
 
 
 def run_round(tree: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    with tempfile.TemporaryDirectory(prefix="isolation-", ignore_cleanup_errors=True) as name:
-        served = Served(tree, Path(name), args)
-        try:
-            found: dict[str, dict[str, float]] = {}
-            asyncio.run(measure(served.port, "", argparse.Namespace(**{**vars(args), "seconds": 1.0})))
-            for neighbour in ("", *args.neighbours):
-                window = asyncio.run(measure(served.port, neighbour, args))
-                found[neighbour or "alone"] = window.summary()
-        finally:
-            served.stop()
+    found: dict[str, dict[str, float]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="isolation-", ignore_cleanup_errors=True) as name,
+        served(tree, Path(name), args) as port,
+    ):
+        asyncio.run(measure(port, "", argparse.Namespace(**{**vars(args), "seconds": 1.0})))
+        for neighbour in ("", *args.neighbours):
+            window = asyncio.run(measure(port, neighbour, args))
+            found[neighbour or "alone"] = window.summary()
     return found
 
 
@@ -242,7 +202,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--engine", choices=["penstock", "vllm", "openai", "sglang"], default="penstock")
     parser.add_argument("--model", default="penstock-demo-mini")
-    parser.add_argument("--tree", nargs="*", type=Path, default=[HERE], help="served in turns")
+    parser.add_argument("--tree", nargs="*", type=Path, default=[REPOSITORY], help="served in turns")
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
     for number in range(args.rounds):

@@ -29,13 +29,9 @@ keeps what was measured. About four minutes.
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +43,7 @@ from typing import Any
 import uvloop
 
 from bench.harness import command_line, write_result
+from bench.process import Served
 from bench.sockets.open_load import MANNERS, Asked, Kind, OpenLoad, Sender
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import percentile
@@ -79,69 +76,32 @@ DRAIN_S, DRAIN_GOAL_S = 30.0, 10.0
 LATE_MS = 50.0
 """A generator whose p95 is later than this was a part of what it measured: a tenth of the promise to a first
 token."""
-START_S = 60.0
 GOALS = {2: 0.95, 5: 0.90, 20: 0.85}
 
 
-class Stack:
+class Stack(Served):
     """A server process, which runs its engine, and the keys of its tenants."""
 
     def __init__(self, place: Path, python: str, model: str, processes: int = 1) -> None:
         """`processes`: of the gateway."""
-        self._place, self._python, self._model, self._processes = place, python, model, processes
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = int(found.getsockname()[1])
-        self._keys: dict[str, str] = {}
-
-    def start(self) -> None:
-        """Start it and wait until it is ready."""
-        file = self._place / "keys"
+        file, self._keys = place / "keys", dict[str, str]()
         for sender in SENDERS:
             issued = api_keys.issue(int(time.time()), tenant=sender.name)
             edit_keys(file, lambda keys, issued=issued: ((*keys, issued.record), None))
             self._keys[sender.name] = issued.key
+        engine = {"threads": 1, "kv_memory_bytes": 512 << 20}
         config = {
-            "models": [
-                {"path": self._model, "name": MODEL, "engine": {"threads": 1, "kv_memory_bytes": 512 << 20}}
-            ],
-            "server": {"port": self.port, "drain_timeout_s": 1, "processes": self._processes},
+            "models": [{"path": model, "name": MODEL, "engine": engine}],
+            "server": {"drain_timeout_s": 1, "processes": processes},
             "auth": {"keys_file": str(file)},
             "tenants": [{"id": sender.name, "band": sender.band} for sender in SENDERS],
             "log": {"access": False},
         }
-        path = self._place / "config.yaml"
-        path.write_text(json.dumps(config))  # JSON is YAML.
-        environment = os.environ | {"PENSTOCK_STATE_DIR": str(self._place / "state")}
-        environment.pop("PYTHONPATH", None)
-        with (self._place / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [self._python, "-m", "penstock", "serve", "-c", str(path)],
-                env=environment, cwd=self._place, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
-        deadline = time.monotonic() + START_S
-        while not self._is_ready():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                tail = (self._place / "log").read_text(errors="replace")[-2000:]
-                sys.exit(f"the server did not start:\n{tail}")
-            time.sleep(0.1)
+        super().__init__(place, config, command=(python, "-m", "penstock", "serve"))
 
-    def stop(self) -> None:
-        """End it, and with it its engine."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGINT)  # Without a lameduck time.
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def cpu_s(self) -> float:
+    def gateway_cpu_s(self) -> float:
         """CPU-seconds of the gateway process until now, without its engine's."""
-        assert self._process is not None
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def clients(self) -> dict[str, Client]:
@@ -149,15 +109,6 @@ class Stack:
         endpoint = ApiAddress("http", "127.0.0.1", self.port, "/v1")
         limits = ClientLimits(request_timeout_s=120)
         return {name: Client(endpoint, key=key, limits=limits) for name, key in self._keys.items()}
-
-    def _is_ready(self) -> bool:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe,
-        ):
-            probe.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            return b" 200 " in probe.recv(64)
-        return False
 
 
 @dataclass(slots=True)
@@ -422,14 +373,14 @@ class Measurement:
 
     async def stretch(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, Any]:
         """The results of so many seconds of load; after `idle`."""
-        load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
+        load, cpu = self.new_load(), (time.process_time(), self._stack.gateway_cpu_s())
         began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
         await load.run(run, seed=self._seed, rate=rate, seconds=seconds, manners=manners, drain_s=DRAIN_S)
         spent_s = time.monotonic() - began_s
         assert self._judge is not None, "promises are known"
         result = figures(load, self._judge, rate)
         result["generator_cpu"] = round((time.process_time() - cpu[0]) / spent_s, 3)
-        result["gateway_cpu"] = round((self._stack.cpu_s() - cpu[1]) / spent_s, 3)
+        result["gateway_cpu"] = round((self._stack.gateway_cpu_s() - cpu[1]) / spent_s, 3)
         drain = "more than 30" if result["drain_s"] is None else f"{result['drain_s']:.1f}"
         bands = ", ".join(
             f"{band} {found['goodput_rps']:.2f}/s TTFT "
@@ -507,10 +458,8 @@ def main() -> None:
 def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """One repetition with a server of its own. An interrupted one leaves its measurements in `repeats`."""
     with tempfile.TemporaryDirectory(prefix="overload-") as name:
-        stack = Stack(Path(name), args.server, args.model)
-        try:
-            stack.start()
-            measurement: Measurement | None = None
+        measurement: Measurement | None = None
+        with Stack(Path(name), args.server, args.model) as stack:
 
             async def run() -> None:
                 nonlocal measurement
@@ -526,8 +475,6 @@ def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> 
                 if measurement is not None:
                     repeats.append(measurement.found)
                 raise
-        finally:
-            stack.stop()
     assert measurement is not None
     return measurement.found
 

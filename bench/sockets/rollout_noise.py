@@ -9,21 +9,16 @@ Wants an idle machine: times are what it measures. Of a model whose tokens take 
 a processor is shared (`--model penstock-demo-mini`) it measures these.
 """
 
-import http.client
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.harness import command_line, write_result
-from bench.process import free_port
+from bench.process import Served
 from penstock.rng import stream
 
-START_S = 90.0
 ADMIN = "admin-0123456789abcdef"
 WORDS = ("the", "river", "runs", "down", "a", "pipe", "to", "turn", "wheels", "and", "light", "comes", "by")
 MODEL = (
@@ -41,47 +36,6 @@ def question(number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-class Server:
-    """`penstock serve` in a folder of its own, as a user starts it."""
-
-    def __init__(self, place: Path, config: str, **environment: str) -> None:
-        self.port = free_port()
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "penstock.yaml").write_text(config)
-        command = [sys.executable, "-m", "penstock", "serve", "-c", "penstock.yaml", "--port", str(self.port)]
-        environment = {**os.environ, "PENSTOCK_STATE_DIR": str(place / "state"), **environment}
-        with (place / "log").open("wb") as log:
-            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place, env=environment)
-        deadline = time.monotonic() + START_S
-        while not self._is_ready():
-            if self.child.poll() is not None or time.monotonic() > deadline:
-                self.child.kill()
-                self.child.wait()
-                raise RuntimeError((place / "log").read_text()[-400:])
-            time.sleep(0.2)
-
-    def _is_ready(self) -> bool:
-        try:
-            return self.ask("GET", "/ready")[0] == 200
-        except OSError:
-            return False
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
-
-    def close(self) -> None:
-        self.child.terminate()
-        self.child.wait(30)
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=1200)
@@ -94,8 +48,7 @@ def main() -> None:
         f"models:\n{MODEL.format(path=args.model, version=1)}{MODEL.format(path=args.model, version=2)}"
         f"auth: {{admin_keys: [{ADMIN}], keys: [{ADMIN}0]}}\nledger: {{directory: {place / 'ledger'}}}\n"
     )
-    server = Server(place, config)
-    try:
+    with Served(place, config) as server:
         plan = {
             "model": "river", "candidate": "river@2", "steps": [50], "requests_min": 10**6, "step_s": 86_400,
             "warm_up_requests": 20,
@@ -112,8 +65,6 @@ def main() -> None:
             statuses = list(clients.map(ask, range(args.requests)))
         took_s = time.monotonic() - began
         print(f"{statuses.count(200)} of {len(statuses)} answered in {took_s:.0f} s")
-    finally:
-        server.close()
     rollouts = json.loads((place / "ledger" / "rollouts.json").read_bytes())
     answered = {"answered": statuses.count(200), "asked": len(statuses), "seconds": round(took_s, 1)}
     write_result(args.json, {"model": args.model, **answered, "streams": args.streams, "rollouts": rollouts})

@@ -1,7 +1,5 @@
 """Kill -9 of a real gateway under load: every answer that a client saw begin has its one record, and what was
 spent stays spent.
-
-`bench/sockets/ledger_crash.py` does the same to thousands of requests, and to the engine's process.
 """
 
 import asyncio

@@ -305,3 +305,13 @@ def test_one_that_is_larger_than_all_the_memory_is_refused_and_says_why() -> Non
     driven.load("a")
     with pytest.raises(WorkerUnavailable, match="it takes 40 bytes, and all adapters have 30"):
         driven.ask("a")
+
+
+def test_a_worker_knows_so_many_and_says_so_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.schedule.adapters.KNOWN_MAX", 2)
+    driven = Driven()
+    driven.load("a", "b")
+    driven.order("c")
+    assert driven.loaded == {"a", "b"}
+    with pytest.raises(WorkerUnavailable, match="does not serve the adapter 'c'"):
+        driven.ask("c")

@@ -101,11 +101,21 @@ def test_free_blocks_go_first_then_the_least_recently_used_tail_before_head() ->
     assert pool.statistics().evictions == 4
 
 
+def test_a_namespace_uses_each_block_once_however_many_hold_it() -> None:
+    pool = BlockPool(8)
+    own, _ = fill(pool, 1, 2, owner=b"a"), fill(pool, 3, owner=b"b")
+    pool.acquire(lookup(pool, 1, owner=b"a"))
+    assert [pool.num_used_by(owner) for owner in (b"a", b"b", b"c")] == [2, 1, 0]
+    pool.free(own)
+    assert [pool.num_used_by(owner) for owner in (b"a", b"b", b"c")] == [1, 1, 0]
+
+
 def test_two_requests_that_compute_the_same_block_at_once_keep_their_own() -> None:
     pool = BlockPool(4)
     mine, yours = fill(pool, 1), pool.allocate(1)
     assert yours is not None
     assert not pool.publish(yours[0], name(1))
+    assert pool.statistics().duplicates == 1
     assert pool.publish(mine[0], name(1))  # Saying it again changes nothing.
     assert lookup(pool, 1) == mine
     assert pool.statistics().duplicates == 1

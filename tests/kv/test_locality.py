@@ -196,3 +196,21 @@ def test_without_external_workers_no_prompt_is_hashed_for_them() -> None:
     keys = keys_in(locality)
     assert locality.match(0, keys).holders(9) == []
     assert keys._canonical is None
+
+
+def test_what_was_seen_of_a_worker_counts_after_it_has_gone() -> None:
+    locality = make()
+    keys = keys_in(locality)
+    cache_view = add_own(locality, A)
+    locality.sent(0, A, keys)
+    locality.answered(0, A, keys, cached_tokens=48)
+    foreign = locality.add(B, model="m", is_own=False)
+    foreign.live(0, b"no batch of events")
+    foreign.num_unknown += 2
+    cache_view.num_gaps += 1
+    for _ in range(2):
+        seen = locality.statistics(0)
+        assert (seen.gaps, seen.unreadable) == (1, 3)
+        assert (seen.blocks_hit, seen.blocks_missed, seen.blocks_unexpected) == (0, 0, 3)
+        locality.remove(A)
+        locality.remove(B)

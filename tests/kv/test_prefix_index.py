@@ -270,3 +270,13 @@ def test_a_full_index_forgets_its_oldest_entries(entries_max: int) -> None:
     assert index.num_entries <= max(2, entries_max)
     assert index.num_entries + index.num_dropped >= len(keys)
     assert index.holds(4, keys[-100])  # What came last.
+
+
+def test_what_the_last_of_several_workers_loses_takes_no_room() -> None:
+    index, keys = make_index(), chain(1, 2, 3)
+    for worker in range(20):
+        index.stored(worker, keys, Tier.DEVICE)
+    assert index.num_entries == 3
+    for worker in range(20):
+        index.removed(worker, keys, Tier.DEVICE)
+    assert index.num_entries == 0

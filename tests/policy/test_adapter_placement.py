@@ -155,3 +155,12 @@ def test_no_worker_is_told_to_keep_more_than_it_has_room_for(
         for worker in {order.worker for order in fleet.orders if order.keep}:
             last = next(order for order in reversed(fleet.orders) if order.keep and order.worker == worker)
             assert all(worker in fleet.placement.homes(each) for each in last.names)
+
+
+def test_a_load_that_never_came_counts_for_a_minute() -> None:
+    fleet = Fleet(1)
+    fleet.start(0, "a")
+    fleet.now_ns = LOAD_NS + 60 * NS_PER_S - 1
+    assert fleet.wait_s(0, "a") == LOAD_NS / 8 / NS_PER_S, "it must be there at any moment"
+    fleet.now_ns += 1
+    assert fleet.wait_s(0, "a") == LOAD_NS / NS_PER_S, "it is loaded anew"

@@ -75,6 +75,18 @@ def test_half_of_the_clients_time_is_for_one_attempt_and_the_end_of_it_is_the_en
     assert str(evicted.error) == "no first token within 1000 ms, which is as long as the client waits"
 
 
+def test_what_was_to_leave_and_cannot_is_tried_again_at_once() -> None:
+    control = made()
+    arrive(control, 0, "a", first_token_ns=10 * S)
+    (given_up,) = control.dispatch(5 * S)
+    control.failed(5 * S, RequestId("a"), given_up.error, retry=True)
+    assert control.dispatch(5 * S) == [FallBack(RequestId("a"), "small", "timeout")]
+    assert control.dispatch(6 * S) == [], "it starts nowhere while it may leave"
+    control.stay(RequestId("a"))
+    (start,) = control.dispatch(6 * S)
+    assert (start.id, start.worker_id) == ("a", W)
+
+
 def test_the_clients_time_begins_with_its_request() -> None:
     control = made()
     arrive(control, 10 * S, "a", first_token_ns=S)

@@ -372,7 +372,10 @@ def test_times_of_the_week() -> None:
     assert not is_within(office, (monday + 19 * 3600) * NS_PER_S)
     assert not is_within(office, (monday + 5 * 86_400 + 9 * 3600) * NS_PER_S), "a Saturday"
     (night,) = spans_of(["sun 22:00-02:00"])
+    assert is_within(night, (monday - 3600) * NS_PER_S)
+    assert not is_within(night, (monday - 3 * 3600) * NS_PER_S)
     assert is_within(night, (monday + 3600) * NS_PER_S), "it goes on into Monday"
+    assert not is_within(night, (monday - 86_400 + 3600) * NS_PER_S), "of Saturday there is nothing to go on"
     assert not is_within(night, (monday + 3 * 3600) * NS_PER_S)
     assert scheduled([office], (monday + 7 * 3600) * NS_PER_S, ahead_s=1800) == 4
     for text in ("mon-fri", "25:00-26:00", "xyz 07:00-08:00", "07:00-07:00", "mon 7:00-8:00"):

@@ -234,3 +234,12 @@ def test_the_end_of_a_peer_is_forgotten_and_nothing_is_left_of_it() -> None:
     assert queue is not None
     queue.check_invariants()
     assert model_queue.control.next_ns(model_queue.now_ns) is None or model_queue.now_ns < 600 * NS_PER_S
+
+
+def test_where_no_peer_has_room_it_is_tried_again_here() -> None:
+    model_queue = OneModel(here=a_worker(), eu=a_peer(rows=2, waiting=50))
+    (first,) = model_queue.ask()
+    assert model_queue.starts() == {first: HERE}
+    failed = WorkerUnavailable("once")
+    model_queue.control.failed(model_queue.now_ns, RequestId(first), failed, retry=True)
+    assert model_queue.starts() == {first: HERE}, "the one where it failed is better than none"

@@ -416,6 +416,7 @@ def bounded(**bounds) -> QueueTerms:
 def test_over_a_bound_the_new_one_is_refused_and_the_bound_named(bounds, refusal) -> None:
     queue = FairQueue(bounded(**bounds))
     pushed(queue, *(work(num_bytes=10) for _ in range(3)))
+    assert queue.would_refuse(work(num_bytes=10))
     assert queue.push(0, work(num_bytes=10)) == refusal
     assert (len(queue), queue.num_bytes) == (3, 30)
     queue.check_invariants()
@@ -425,7 +426,10 @@ def test_over_a_bound_the_new_one_is_refused_and_the_bound_named(bounds, refusal
     "bounds", [{"band_bytes_max": 30, "tenant_share": 1.0}, {"band_bytes_max": 60}, {"bytes_max": 30}]
 )
 def test_up_to_a_bound_there_is_room(bounds) -> None:
-    pushed(FairQueue(bounded(**bounds)), *(work(num_bytes=10) for _ in range(3)))
+    queue = FairQueue(bounded(**bounds))
+    for _ in range(3):
+        assert not queue.would_refuse(work(num_bytes=10))
+        pushed(queue, work(num_bytes=10))
 
 
 def test_what_waits_elsewhere_does_not_wait_here() -> None:

@@ -1,8 +1,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
-from penstock.policy.flow import TABLE, Event, Outcome, RequestFacts, State, Step
+from penstock.policy.flow import TABLE, Event, Outcome, RequestFacts, State, Step, UsageRecord
 from penstock.policy.request import Holds, Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -211,3 +212,9 @@ def test_a_prompt_counts_once_for_all_of_its_choices_and_an_answer_once_for_all_
     assert continued is not None
     assert (continued.prefill_ns, continued.decode_ns) == (3, 11), "its prompt was read once for the client"
     assert request.used_by(4) is None
+
+
+def test_a_record_says_of_itself_only_that_one_answer_was_asked_for() -> None:
+    numbers = {each.name: each.default for each in fields(UsageRecord) if isinstance(each.default, int)}
+    assert numbers.pop("choices") == 1
+    assert set(numbers.values()) == {0}, "tokens, times and money are what somebody counted"

@@ -381,6 +381,13 @@ def test_a_probe_score_counts_if_there_is_one_and_less_is_worse() -> None:
 # --- shadow traffic ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("percent", "may"), [(0.0, True), (0.009, False), (0.01, True), (100.0, True), (100.1, False)]
+)
+def test_how_much_of_the_traffic_may_be_copied(percent: float, may: bool) -> None:
+    assert (msgspec.structs.replace(PLAN, shadow=percent).faults() == "") is may
+
+
 def test_while_it_is_in_the_shadow_nobody_has_the_candidate() -> None:
     trial = Rollout.begin("r-1", msgspec.structs.replace(PLAN, shadow=20.0), "m@1", 0)
     active = active_of(trial)

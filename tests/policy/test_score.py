@@ -157,3 +157,10 @@ def test_steps_and_service_are_learned() -> None:
         )
     assert speeds.of("").tpot_s(4) == pytest.approx(0.018, rel=0.05)
     assert speeds.of("").service_s == pytest.approx(3.0)
+
+
+def test_a_prompt_costs_what_each_of_its_parts_costs() -> None:
+    speed = Speed(fixed_s=0.5, token_s=0.01, pair_s=0.001, stream_s=2.0, token_stream_s=0.1)
+    assert speed.prefill_s(10, 100, 0) == pytest.approx(0.5 + 10 * (0.01 + 0.001 * 100))
+    assert speed.prefill_s(10, 100, 3) == pytest.approx(0.5 + 10 * 0.11 + 3 * (2.0 + 10 * 0.1))
+    assert speed.backlog_s(10, 3) == pytest.approx(10 * (0.01 + 0.1 * 3))

@@ -11,6 +11,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.prefill_budget import (
+    CROWDED_NS,
     STRETCH,
     STRETCH_MAX,
     STRETCH_MIN,
@@ -145,6 +146,7 @@ def test_a_crowd_of_prompts_gets_what_the_promise_per_token_leaves_and_a_lone_on
 
     lone = LAW.predict_ns(decoding) * (1 + budget.stretch) / 1e6
     assert step_ms(1, 0) == step_ms(1, 5000) == pytest.approx(lone, rel=0.03)
+    assert step_ms(2, CROWDED_NS / 1e6) == step_ms(2, 10)
     assert step_ms(2, 10) == pytest.approx(lone + STRETCH * LAW.predict_ns(decoding) / 1e6, rel=0.03)
     assert step_ms(2, 60) == step_ms(40, 60) == pytest.approx(45, rel=0.03)
     assert step_ms(40, 0) <= 45.1
@@ -289,3 +291,13 @@ def test_an_impossible_target_slows_prompts_down_and_starves_none() -> None:
     mixed = [plan for plan in engine.plans if plan.work[0].num_tokens == 1 and plan.work[-1].num_tokens > 1]
     assert mixed
     assert all(plan.num_tokens <= len(plan.work) - 1 + 16 for plan in mixed[-10:])
+
+
+def test_steps_that_only_decode_are_learned_from_and_counted() -> None:
+    budget, load = PrefillBudget(LatencyTargets()), StepLoad(8, 8, 4000)
+    budget.observe_decoding(load, 1_000_000, 6_000_000)
+    assert budget.model.predict_ns(load) == pytest.approx(5_000_000, rel=0.01)
+    assert budget.sums.counts == (0, 0, 0, 0, 0, 0)
+    budget.steps_over(load, 1_000_000, 6_000_000)
+    budget.steps_over(load, 6_000_000, 9_000_000)
+    assert budget.sums.counts == (2, 16, 16, 8000, 0, 8_000_000)

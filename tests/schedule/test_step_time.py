@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.rng import stream
 from penstock.schedule.plan import RowWork
-from penstock.schedule.step_time import StepCost, StepLoad, StepTimeModel
+from penstock.schedule.step_time import StepCost, StepLoad, StepTimeModel, _solve_non_negative
 
 LAW = StepCost(fixed_ns=3e6, token_ns=20_000, sequence_ns=40_000, kv_read_ns=50, pair_ns=2)
 
@@ -135,3 +135,24 @@ def test_whatever_is_seen_costs_are_finite_and_never_negative(seen, query) -> No
     more = StepLoad(query.num_tokens + 1, query.num_sequences + 1, query.kv_read + 1, query.chunk_pairs + 1)
     assert model.predict_ns(more) >= model.predict_ns(query)
     assert model.trusts(query) in (True, False)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10**6), st.integers(0, 31))
+def test_the_least_squares_without_negative_terms_are_the_best_ones(seed: int, guess: int) -> None:
+    """Karush, Kuhn and Tucker: terms that count leave no residual, those held at zero would make it worse."""
+    chance, terms = stream(seed, "equations"), range(5)
+    rows = [[chance.uniform(-1, 1) for _ in terms] for _ in range(12)]
+    times = [chance.uniform(-1, 1) for _ in rows]
+    full = [[sum(row[i] * row[j] for row in rows) for j in terms] for i in terms]
+    right = tuple(sum(row[i] * time for row, time in zip(rows, times, strict=True)) for i in terms)
+    matrix = tuple(full[i][j] for i in terms for j in range(i + 1))
+    solution, counting = _solve_non_negative(matrix, right, guess)
+    pulls = [right[i] - sum(full[i][j] * solution[j] for j in terms) for i in terms]
+    for i in terms:
+        if counting >> i & 1:
+            assert solution[i] >= 0
+            assert pulls[i] == pytest.approx(0, abs=1e-6)
+        else:
+            assert solution[i] == 0
+            assert pulls[i] <= 1e-6

@@ -175,8 +175,8 @@ class GrammarRows:
         and the masks to draw them again from; None: all are. To be asked again once they were drawn.
 
         The first time nothing but the refused token is masked: nearly always the next best one is allowed,
-        and it is what a mask would have left. The second time the mask is computed, which takes ten times
-        as long.
+        and it is what a mask would have left. The second time the mask is computed: behind a step, whose
+        weights have pushed the library's memory out of the caches, that takes longer than a row's draw.
         """
         if not self._free:
             return None
