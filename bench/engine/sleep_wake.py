@@ -11,8 +11,9 @@ bandwidth with which this machine copies memory, which is measured before each r
 design, ending the process and starting a new one, measured in the same way from its start to `Ready`.
 
 Memory that the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the
-host: how
-fast memory is written that was not had before is told beside (`fresh_gb_per_s`). With `--before` a worker of
+host: how fast memory is written that was not had before is told beside, by one thread and by one for each
+processor, as packing does it (`fresh_gb_per_s`); `fresh_bound_s` is what the model's memory takes at the
+second and the same allowance. With `--before` a worker of
 another checkout, built, wakes in turn with ours, and the ratio of the two is told.
 """
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -134,13 +136,17 @@ def copy_bytes_per_s() -> float:
     return source.nbytes / min(took)
 
 
-def fresh_bytes_per_s() -> float:
-    """Bytes that one thread writes to memory that the kernel has just given it, in huge pages."""
+def fresh_bytes_per_s(num_threads: int) -> float:
+    """Bytes that so many threads together write to memory that the kernel has just given, in huge pages."""
     memory = mmap.mmap(-1, 256 << 20)
     memory.madvise(mmap.MADV_HUGEPAGE)
     pages = np.frombuffer(memory, np.uint8)
+    threads = [Thread(target=part.fill, args=(1,)) for part in np.array_split(pages, num_threads)]
     begun = time.perf_counter()
-    pages[:] = 1
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return pages.nbytes / (time.perf_counter() - begun)
 
 
@@ -165,13 +171,16 @@ def measure(model: Path, quantization: str, rounds: int, before_root: Path | Non
         old.ready()
     process = Process(model, quantization)
     info, before = process.ready().info, process.answer("before")
-    wakes, falls, bandwidths, fresh, olds = (list[float]() for _ in range(5))
+    wakes, falls, bandwidths, olds = (list[float]() for _ in range(4))
+    num_cpus = len(os.sched_getaffinity(0))
+    fresh: dict[int, list[float]] = {1: [], num_cpus: []}
     awake, asleep = process.memory(), dict[str, int]()
     for i in range(rounds):
         if old is not None:
             olds.append(wakes_before(old))
         bandwidths.append(copy_bytes_per_s())
-        fresh.append(fresh_bytes_per_s())
+        for num_threads, found_rates in fresh.items():
+            found_rates.append(fresh_bytes_per_s(num_threads))
         falls.append(process.fall_asleep())
         asleep = process.memory()
         wakes.append(process.wake())
@@ -193,7 +202,10 @@ def measure(model: Path, quantization: str, rounds: int, before_root: Path | Non
         "awake_again_bytes": again,
         "given_back_of_planned": round((awake["own"] - asleep["own"]) / info.weight_bytes, 3),
         "copy_gb_per_s": round(statistics.median(bandwidths) / 1e9, 2),
-        "fresh_gb_per_s": [round(each / 1e9, 2) for each in fresh],
+        "fresh_gb_per_s": {
+            str(count): [round(each / 1e9, 2) for each in rates] for count, rates in fresh.items()
+        },
+        "fresh_bound_s": round(info.weight_bytes / statistics.median(fresh[num_cpus]) + ALLOWANCE_S, 3),
         "bytes_over_bandwidth_s": round(floor_s, 3),
         "wake_s": [round(each, 3) for each in wakes],
         "wake_median_s": round(wake_s, 3),

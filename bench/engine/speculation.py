@@ -1,15 +1,20 @@
 """The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
     python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR|HEAD_DIR] [--batch 1 32]
-    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--json FILE]
+    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--calls] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
-would. The figure is the ratio on / off of each round: its median and its spread. Prompts are of three kinds:
+would. The figure is the ratio on / off of each round: its median and its spread; beside it the same ratio
+by the processor time of both, prompts included, which a busy machine disturbs less. There are three kinds of
+prompts:
 
     copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
+
+`--calls` counts Python's calls for each step of either engine, over `--rounds` batches, and times nothing:
+the price of deciding on drafts, on a busy machine too.
 
 `--worth` is `engine.draft_worth`: with 0 rows have as many guesses as fit, so that a wrong law hides nothing.
 Of a draft model the time of its step over the target's is measured too, each in an engine of its own and with
@@ -17,7 +22,10 @@ one request. A guess takes less than that: it is one pass, without an engine's s
 """
 
 import argparse
+import cProfile
+import pstats
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,6 +119,7 @@ class Answered:
     """A closed batch, every prompt to its last token."""
 
     tokens_per_s: float
+    tokens_per_cpu_s: float
     answers: list[list[int]]
     drafted: int
     accepted: int
@@ -129,6 +138,7 @@ def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str)
         message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
         core.submit(0, message, CLOCK.now_ns())
     step = first_ns = in_time = 0
+    begun_cpu_s = time.process_time()
     while core.has_work:
         for outputs in core.step().values():
             step += 1
@@ -140,6 +150,7 @@ def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str)
     total, after = sum(map(len, answers.values())), core.stats()
     return Answered(
         (total - in_time) * NS_PER_S / (CLOCK.now_ns() - first_ns),
+        total / (time.process_time() - begun_cpu_s),
         list(answers.values()),
         after.drafted_tokens - before.drafted_tokens,
         after.accepted_tokens - before.accepted_tokens,
@@ -152,6 +163,7 @@ class Compared:
 
     off: list[float]
     on: list[float]
+    cpu_ratios: list[float]
     answered: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -166,7 +178,7 @@ def compare(
     off: EngineCore, on: EngineCore, prompts: Prompts, kind: str, batch: int, rounds: int
 ) -> Compared:
     """Both engines in turns."""
-    found = Compared([], [])
+    found = Compared([], [], [])
     tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
     how = Sampling(TEMPERATURES[kind], tokens, stops)
     for round_ in range(rounds + 1):  # The first one warms up.
@@ -176,12 +188,14 @@ def compare(
             for part in range(8 if batch == 1 else 1)
         ]
         rates: dict[bool, list[float]] = {True: [], False: []}
+        cpu_rates: dict[bool, list[float]] = {True: [], False: []}
         for part, each in enumerate(batches):
             reported: dict[bool, Answered] = {}
             for speculates in ((True, False), (False, True))[(round_ + part) % 2]:
                 core = on if speculates else off
                 reported[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
                 rates[speculates].append(1 / reported[speculates].tokens_per_s)
+                cpu_rates[speculates].append(1 / reported[speculates].tokens_per_cpu_s)
             assert reported[True].answers == reported[False].answers, "the answers are not the same"
             if round_:
                 found.answered += sum(map(len, reported[True].answers))
@@ -190,7 +204,40 @@ def compare(
         if round_:
             found.on.append(1 / statistics.mean(rates[True]))
             found.off.append(1 / statistics.mean(rates[False]))
+            found.cpu_ratios.append(statistics.mean(cpu_rates[False]) / statistics.mean(cpu_rates[True]))
     return found
+
+
+def calls_per_step(
+    core: EngineCore, prompts: Prompts, kind: str, batch: int, rounds: int
+) -> dict[str, float]:
+    """Python's calls for each step of an engine, and how many tokens it drafted."""
+    tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
+    how, profile = Sampling(TEMPERATURES[kind], tokens, stops), cProfile.Profile()
+    steps = drafted = 0
+    for round_ in range(2 * rounds):  # The first half warms up: laws are learnt from steps.
+        before = core.num_steps
+        if round_ >= rounds:
+            profile.enable()
+        each = [prompts.of(kind, round_, index) for index in range(batch)]
+        found = answer(core, each, how, f"calls/{kind}/{batch}/{round_}")
+        profile.disable()
+        if round_ >= rounds:
+            steps, drafted = steps + core.num_steps - before, drafted + found.drafted
+    calls = pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
+    return {"calls_per_step": round(calls / steps, 1), "steps": steps, "drafted": drafted}
+
+
+def count_calls(off: EngineCore, on: EngineCore, prompts: Prompts, args: argparse.Namespace) -> None:
+    """Both engines, kind by kind."""
+    rows: list[dict[str, object]] = []
+    for batch in args.batch:
+        for kind in args.kinds:
+            both = [calls_per_step(core, prompts, kind, batch, args.rounds) for core in (off, on)]
+            rows.append({"batch": batch, "prompts": kind, "off": both[0], "on": both[1]})
+            print(rows[-1], flush=True)
+    settings = {"model": args.model.name, "speculation": Path(args.speculation).name}
+    write_result(args.json, {**settings, "rows": rows})
 
 
 def step_share(off: EngineCore, draft: EngineCore, prompts: Prompts, rounds: int) -> float:
@@ -211,11 +258,15 @@ def main() -> None:
     parser.add_argument("--speculation", default="ngram")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--worth", type=float, default=EngineSettings().draft_worth)
+    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--kinds", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
     args = parser.parse_args()
     off, on = (build(args.model, name, args) for name in ("off", args.speculation))
     prompts = Prompts(off, Tokenizer.load(args.model))
+    if args.calls:
+        count_calls(off, on, prompts, args)
+        return
     share: float | None = None
     if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
         draft = build(Path(args.speculation), "off", args)
@@ -230,6 +281,7 @@ def main() -> None:
             print(
                 f"{batch:>5} {kind:>7} {statistics.median(found.off):>11.1f} "
                 f"{statistics.median(found.on):>10.1f} {median:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
+                f"   cpu {statistics.median(found.cpu_ratios):.3f}"
                 f"   {found.accepted} of {found.drafted} drafts right, {found.answered} tokens",
                 flush=True,
             )

@@ -113,11 +113,12 @@ class RowTables:
         if proposer is None:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         proposer.begin(plan, fresh)
+        if max([work.drafts for work in plan.work]) == 0:
+            return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         limit = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
         drafted, where = np.zeros_like(limit), np.flatnonzero(limit)
-        if len(where):
-            known = computed[where].astype(np.int64) + 1
-            drafted[where] = proposer.propose(rows[where], known, limit[where], self)
+        known = computed[where].astype(np.int64) + 1
+        drafted[where] = proposer.propose(rows[where], known, limit[where], self)
         if not drafted.any():
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         num_tokens += drafted.astype(np.int32)

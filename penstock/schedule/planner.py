@@ -80,7 +80,7 @@ class Planner:
         self.reserve.step_over(preempted=preempted)
         if not preempted and not self.wants_rest:
             self._admit(step)
-        if self.speculation is not None:
+        if self.speculation is not None and not self.speculation.rests(step.num_decoding):
             self._add_drafts(step, self.speculation)
         assert len(self._batch.running) <= self._limits.max_running, "more requests run than may"
 

@@ -21,6 +21,9 @@ Answers end sooner than expected, too, so reading is paid on account: it costs w
 bring what they saved, and while more was spent than gained nothing further is read, but for a hundredth of
 the time. So the loss is bounded where reading does not pay, whatever the lengths of answers.
 
+A look at a batch costs time too. Where no draft paid, the next look comes `REST_STEPS` later, or when an
+eighth of the rows has gone.
+
 The guesses, and the proposer, are not known here. Nothing here decides what is generated: a draft is kept
 only if it is the token that is drawn (`engine/speculation.py`).
 """
@@ -50,6 +53,10 @@ READING_SHARE = 0.01
 """The share of all time that is lent for reading."""
 ACCOUNT_STEPS_MAX = 16
 """Gains count for no more than so many steps' time: another load may come."""
+REST_STEPS = 8
+"""After a look at a batch in which no draft paid, the next one comes so many steps later."""
+_LOOK_AGAIN = 1 << 20
+"""Makes any number of rows look like far fewer than there were."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
@@ -81,8 +88,8 @@ class Speculation:
     """One engine's."""
 
     __slots__ = (
-        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_saved_ns",
-        "_tries", "_worth",
+        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_num_rows",
+        "_rest", "_saved_ns", "_tries", "_worth",
     )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
@@ -94,22 +101,43 @@ class Speculation:
         self._hits = self._tries = 0.0  # As of one request, but of all.
         self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
         self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
+        self._rest = self._num_rows = 0  # Looks to skip, while about so many rows decode.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
+        self._num_rows *= _LOOK_AGAIN
         self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
         self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether nothing need be chosen for the next step, in which so many rows decode: O(1), since it is
+        asked in every step.
+        """
+        if not self._rest or num_rows * 8 <= self._num_rows * 7:
+            return False
+        self._rest -= 1
+        return True
 
     def choose(self, rows: Sequence[Request], load: StepLoad, room: int) -> list[tuple[int, int]]:
         """(place in `rows`, how many drafts) of those that get any; `load` is the step's without them, and
         `room` how many tokens it may still take. O(rows log rows).
         """
-        room = min(room, STEP_DRAFTS_MAX)
-        prior, weight = self._prior()
         num_passes = self._drafting.num_observed
         is_known = self._model.num_observed >= KNOWN_STEPS and not 0 < num_passes < KNOWN_STEPS
+        num_steps = REST_STEPS - self._rest if self._num_rows else 1  # Since the last look.
+        found = self._looked(rows, load, min(room, STEP_DRAFTS_MAX), num_steps, is_known=is_known)
+        rests = is_known and self._worth and rows and not found
+        self._rest, self._num_rows = (REST_STEPS - 1, len(rows)) if rests else (0, 0)
+        return found
+
+    def _looked(
+        self, rows: Sequence[Request], load: StepLoad, room: int, num_steps: int, *, is_known: bool
+    ) -> list[tuple[int, int]]:
+        """`choose`, so many steps after the last look."""
+        num_passes = self._drafting.num_observed
+        prior, weight = self._prior(num_steps)
         if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
             return []
         asked = [
@@ -121,8 +149,8 @@ class Speculation:
             few = asked[:CAUTIOUS] if num_passes or len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
-        if self._drafting.num_observed:
-            return self._choose_passes(asked, load, room) if asked else []
+        if num_passes:
+            return self._choose_passes(asked, load, room, num_steps) if asked else []
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
         step_ns, tokens = self._model.predict_ns(load), float(len(rows))
@@ -134,7 +162,7 @@ class Speculation:
                 step_ns, tokens, count = step_ns + each_ns, tokens + gain, count + 1
                 gain *= rate
             if not count and limit:
-                request.draft_idle += 1
+                request.draft_idle += num_steps
                 count = int(request.draft_idle >= PROBE_STEPS * len(rows))
             if count:
                 chosen.append((index, count))
@@ -151,14 +179,16 @@ class Speculation:
         best = max([_hit_rate(request, prior, weight) for request in rows], default=0.0)
         return best * self._model.predict_ns(load) >= self._worth * least_ns * load.num_sequences
 
-    def _choose_passes(self, asked: _Asked, load: StepLoad, room: int) -> list[tuple[int, int]]:
+    def _choose_passes(
+        self, asked: _Asked, load: StepLoad, room: int, num_steps: int
+    ) -> list[tuple[int, int]]:
         """`choose` where a model guesses: pass by pass, whose fixed time is shared by rows with one more."""
         cost, guesser = self._model.cost, self._drafting.cost
         step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
         row_ns = cost.token_ns + cost.sequence_ns
         token_ns = row_ns + guesser.token_ns + guesser.sequence_ns
         context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
-        lent_ns = self._account_ns + READING_SHARE * step_ns
+        lent_ns = self._account_ns + READING_SHARE * step_ns * num_steps
         self._account_ns = account_ns = min(lent_ns, ACCOUNT_STEPS_MAX * step_ns)
         reading, begun_ns = self._reading_ns(asked), step_ns
         counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
@@ -206,11 +236,14 @@ class Speculation:
             found.append((whole_ns if count > BLOCK_TOKENS else 0.0, each_ns))
         return found
 
-    def _prior(self) -> tuple[float, float]:
-        """The expected share of a new request's guesses that is right, and as how many drafts that counts."""
+    def _prior(self, num_steps: int) -> tuple[float, float]:
+        """The expected share of a new request's guesses that is right, and as how many drafts that counts; so
+        many steps are forgotten.
+        """
         if not self._drafting.num_observed:
             return EXPECTED, EXPECTED_WEIGHT
-        self._hits, self._tries = self._hits * _FORGET, self._tries * _FORGET
+        left = _FORGET**num_steps
+        self._hits, self._tries = self._hits * left, self._tries * left
         hits = self._hits + EXPECTED * EXPECTED_WEIGHT
         return hits / (self._tries + EXPECTED_WEIGHT), _PRIOR_WEIGHT
 

@@ -278,6 +278,11 @@ class StepBuilder:
         self._num_tokens += num_rows
 
     @property
+    def num_decoding(self) -> int:
+        """How many rows decode."""
+        return self._num_decoding
+
+    @property
     def decoding(self) -> Sequence[Request]:
         """The rows that decode."""
         return self._requests[: self._num_decoding]

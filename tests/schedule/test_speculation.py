@@ -14,6 +14,7 @@ from penstock.schedule.speculation import (
     CAUTIOUS,
     KNOWN_STEPS,
     PROBE_STEPS,
+    REST_STEPS,
     ROW_DRAFTS_MAX,
     STEP_DRAFTS_MAX,
     Speculation,
@@ -114,6 +115,8 @@ def guesser(pass_ns: int, token_ns: int, *, right: bool) -> Speculation:
 
 
 def counts_of(speculation: Speculation, rows: list[Request]) -> list[int]:
+    if speculation.rests(len(rows)):
+        return [0] * len(rows)
     load = StepLoad(len(rows), len(rows), 50 * len(rows))
     found = dict(speculation.choose(rows, load, 500))
     return [found.get(index, 0) for index in range(len(rows))]
@@ -137,14 +140,16 @@ def test_what_a_model_has_not_read_of_a_request_counts() -> None:
     asked.num_planned = 3_000
     assert counts_of(speculation, [asked]) == [0]
     asked.draft_known = asked.num_planned
-    assert counts_of(speculation, [asked]) > [0]
+    looks = [counts_of(speculation, [asked])[0] for _ in range(REST_STEPS)]
+    assert looks[:-1] == [0] * (REST_STEPS - 1)
+    assert looks[-1] > 0
 
 
 def test_a_model_that_was_wrong_is_tried_again_after_a_while() -> None:
     """For a lone row; what a full batch cannot afford it does not try."""
     speculation = guesser(2_000_000, 1_000, right=False)
     tried = [counts_of(speculation, [row(0, 0)])[0] for _ in range(3000)]
-    assert tried[0] == 0 < tried[-1]
+    assert tried[0] == 0 < max(tried[-REST_STEPS:])
     full = guesser(2_000_000, 1_000_000, right=False)
     assert all(counts_of(full, [row(0, 0) for _ in range(32)]) == [0] * 32 for _ in range(200))
 
@@ -294,3 +299,20 @@ def test_few_rows_that_run_ahead_bring_a_batch_no_nearer_to_its_end() -> None:
     assert counts_of(speculation, [row(30, 0)])[0] > 4
     others = [row(0, 40) for _ in range(31)]
     assert counts_of(speculation, [row(30, 0), *others]) == [0] * 32
+
+
+def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() -> None:
+    """Or when an eighth of its rows has gone."""
+    speculation, rows = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)]
+    assert not speculation.rests(4)
+    assert counts_of(speculation, rows) == [0] * 4
+    assert [speculation.rests(4) for _ in range(REST_STEPS)] == [True] * (REST_STEPS - 1) + [False]
+    assert counts_of(speculation, rows) == [0] * 4
+    assert speculation.rests(4)
+    assert not speculation.rests(3)
+    speculation, many = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(32)]
+    assert counts_of(speculation, many) == [0] * 32
+    assert all(map(speculation.rests, (32, 31, 29)))
+    assert not speculation.rests(28)
+    assert counts_of(speculation, []) == []
+    assert not speculation.rests(1)

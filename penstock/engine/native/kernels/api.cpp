@@ -46,7 +46,7 @@ struct LinearPlan {
   explicit LinearPlan(const PsLinear *job) {
     const PsWeight *w = job->weight;
     bool tiled = table->row_tile && w->type != PS_F32, wide = w->type == PS_BF16 && table->wide_inputs;
-    int64_t a_size = wide ? 4 : element_bytes(w->type);
+    int64_t a_size = wide ? 4 : w->type == PS_I8 && table->wide_bytes ? 2 : element_bytes(w->type);
     packed = w->type >= PS_I8 || wide || w->k != w->k_padded || (tiled && job->m > 1);
     m_padded = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
     row_bytes = w->k_padded * a_size;

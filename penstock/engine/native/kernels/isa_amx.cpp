@@ -286,7 +286,7 @@ static void amx_attention(const AttentionPiece *piece) {
 }  // namespace
 
 const penstock::KernelTable penstock::kAmx = {
-    "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
+    "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs, kWideBytes,
     amx_pack_rows, amx_linear, rms_norm,
     silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows,
     scale_values,  cap_values, adapter_shrink};

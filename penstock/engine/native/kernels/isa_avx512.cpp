@@ -8,7 +8,7 @@
 
 const penstock::KernelTable penstock::kAvx512 = {"avx512",
                                                  0,
-                                                 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
+                                                 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs, kWideBytes,
                                                  pack_rows_plain,
                                                  vector_linear,
                                                  rms_norm,

@@ -10,14 +10,19 @@
 
 namespace {
 
+// Up to two rows read a panel strictly in the order of memory: they wait for nothing else, and the processor's prefetcher
+// follows one stream, not two that lie 1 KiB apart (a Zen 4 core read 35 GB/s of the one, 11 of the other).
+constexpr int kRowsInOrder = 2;
 // Rows that share what is loaded of a weight, and the halves of a panel (16 columns each) whose sums are held in registers
-// at once: a few rows take both, in the order of memory, many take one after the other.
+// at once: both where there are 32 registers or few rows, else one after the other, in pieces of k that stay in the first
+// cache. The sums of six rows are twelve chains of multiply-adds: with fewer than eight some of them wait for each other.
+constexpr int64_t kPieceInCache = 128;
 #ifdef __AVX512F__
-constexpr int kRowBlock = 8, kNibbleRows = 8;
+constexpr int kRowBlock = 8, kByteRows = 8, kNibbleRows = 8;
 constexpr int halves_at_once(int) { return 2; }
 #else
-constexpr int kRowBlock = 4, kNibbleRows = 2;  // Rows of nibbles hold more: four were slower.
-constexpr int halves_at_once(int rows) { return rows > 2 ? 1 : 2; }
+constexpr int kRowBlock = 6, kByteRows = 4, kNibbleRows = 2;  // Rows of nibbles hold more: four were slower.
+constexpr int halves_at_once(int rows) { return rows <= kRowsInOrder ? 2 : 1; }
 #endif
 constexpr int64_t kAheadRows = 8;
 
@@ -59,43 +64,95 @@ class Wanted {
   int64_t left_ = 0, per_step_;
 };
 
-// R rows by H halves of one panel of bf16 weights, k in [k_first, k_last). Not inlined: the addresses of its caller would
-// push those of the rows out of their registers, inside of the innermost loop.
-template <int R, int H>
-static __attribute__((noinline)) void bf16_halves(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
-                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted,
-                                                  const AddedRows *added) {
+// R rows by one panel of bf16 weights, or half of one, k in [k_first, k_last). Not inlined: the addresses of its caller
+// would push those of the rows out of their registers, inside of the innermost loop.
+#ifdef __AVX512F__
+template <int R>
+static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
+                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted,
+                                                const AddedRows *added) {
+  constexpr int H = 2;
   F16 acc[R][H];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
   for (int64_t k = k_first; k < k_last; k += 32) {
     wanted->step();
     const bf16 *block = w + k * 32;
-    for (int p = 0; p < 16; p++) {
-      Pairs part[H];
-      for (int h = 0; h < H; h++) {
-        fetch_ahead(block + h * 512 + p * 32);
-        part[h] = load_pairs(block + h * 512 + p * 32);
-      }
-      for (int r = 0; r < R; r++) {
-        PairInput x = spread(a + r * lda + k + 2 * p);
-        for (int h = 0; h < H; h++) acc[r][h] = dot(acc[r][h], part[h], x);
+    if constexpr (R <= kRowsInOrder) {
+#pragma GCC unroll 2
+      for (int h = 0; h < H; h++)
+        for (int p = 0; p < 16; p++) {
+          const bf16 *at = block + h * 512 + p * 32;
+          fetch_near(at);
+          Pairs part = load_pairs(at);
+          for (int r = 0; r < R; r++) acc[r][h] = dot(acc[r][h], part, spread(a + r * lda + k + 2 * p));
+        }
+    } else {
+      for (int p = 0; p < 16; p++) {
+        Pairs part[H];
+        for (int h = 0; h < H; h++) {
+          fetch_ahead(block + h * 512 + p * 32);
+          part[h] = load_pairs(block + h * 512 + p * 32);
+        }
+        for (int r = 0; r < R; r++) {
+          PairInput x = spread(a + r * lda + k + 2 * p);
+          for (int h = 0; h < H; h++) acc[r][h] = dot(acc[r][h], part[h], x);
+        }
       }
     }
   }
-  if constexpr (kInRegisters && H == 2)
+  if constexpr (kInRegisters)
     if (added) add_in_place<bf16>(added, acc);
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
+#else
+template <int R, int H>
+static __attribute__((noinline)) void bf16_halves(const bf16 *w, const float *a, int64_t lda, int64_t k_first,
+                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+  __m256 acc[H][R][2];
+  const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++)
+        acc[h][r][c] = fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * 32 + h * 16 + c * 8);
+  for (int64_t k = k_first; k < k_last; k += 32) {
+    wanted->step();
+#pragma GCC unroll 2
+    for (int h = 0; h < H; h++)
+      for (int p = 0; p < 16; p++) {
+        const __m256i *at = (const __m256i *)(w + k * 32 + h * 512 + p * 32);
+        const float *x = a + k + 2 * p;
+        fetch_ahead(at);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+          if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again: the sums leave no registers to keep it in.
+          __m256 part[2];
+          for (int c = 0; c < 2; c++) {
+            __m256i pairs = _mm256_loadu_si256(at + c);
+            part[c] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, high) : _mm256_slli_epi32(pairs, 16));
+          }
+          for (int r = 0; r < R; r++) {
+            __m256 input = _mm256_broadcast_ss(x + r * lda + odd);
+            for (int c = 0; c < 2; c++) fma_to(acc[h][r][c], part[c], input);
+          }
+        }
+      }
+  }
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + h * 16 + c * 8, acc[h][r][c]);
+}
 
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted, const AddedRows *added) {
-  constexpr int H = halves_at_once(R);
-  for (int h = 0; h < 2; h += H)
-    bf16_halves<R, H>(w + h * 512, a, lda, k_first, k_last, sums + h * 16, fresh, wanted, added);
+                      bool fresh, Wanted *wanted, const AddedRows *) {
+  for (int64_t k = k_first; k < k_last; k += kPieceInCache, fresh = false) {
+    int64_t last = k_last - k < kPieceInCache ? k_last : k + kPieceInCache;
+    for (int h = 0; h < 2; h++) bf16_halves<R, 1>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
+  }
 }
+#endif
 
 template <int R, int H>
 static inline void f32_halves(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
@@ -126,7 +183,8 @@ static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_firs
 }
 
 #ifdef __AVX512VNNI__
-constexpr uint8_t kByteShift = 0x80;
+using Byte = int8_t;
+constexpr bool kWideBytes = false;
 // The instruction wants unsigned x: inputs are packed as x + 128, and 128 times the column's sum comes out again. Exact.
 template <int R>
 static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
@@ -134,19 +192,31 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
   const int8_t *block = (const int8_t *)w->data + panel * w->k_padded * 32;
   __m512i acc[R][2];
   for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < w->k_padded; k += 64, block += 2048)
-    for (int q = 0; q < 16; q++) {
-      fetch_ahead(block + q * 64);
-      fetch_ahead(block + 1024 + q * 64);
-      __m512i w0 = _mm512_loadu_si512(block + q * 64), w1 = _mm512_loadu_si512(block + 1024 + q * 64);
-      for (int r = 0; r < R; r++) {
-        int32_t x;
-        memcpy(&x, a + r * lda + k + 4 * q, 4);
-        __m512i shifted = _mm512_set1_epi32(x);
-        acc[r][0] = dot_bytes(acc[r][0], shifted, w0);
-        acc[r][1] = dot_bytes(acc[r][1], shifted, w1);
+  auto quad = [&](const int8_t *at, int64_t k, int h) {
+    __m512i part = _mm512_loadu_si512(at);
+    for (int r = 0; r < R; r++) {
+      int32_t x;
+      memcpy(&x, a + r * lda + k, 4);
+      acc[r][h] = dot_bytes(acc[r][h], _mm512_set1_epi32(x), part);
+    }
+  };
+  for (int64_t k = 0; k < w->k_padded; k += 64, block += 2048) {
+    if constexpr (R <= kRowsInOrder) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++)
+        for (int q = 0; q < 16; q++) {
+          fetch_near(block + h * 1024 + q * 64);
+          quad(block + h * 1024 + q * 64, k + 4 * q, h);
+        }
+    } else {
+      for (int q = 0; q < 16; q++) {
+        fetch_ahead(block + q * 64);
+        fetch_ahead(block + 1024 + q * 64);
+        quad(block + q * 64, k + 4 * q, 0);
+        quad(block + 1024 + q * 64, k + 4 * q, 1);
       }
     }
+  }
   alignas(64) int32_t sums[R * 32];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < 2; h++) {
@@ -155,46 +225,82 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
     }
   finish_block(piece, panel, row, R, sums);
 }
+
+static inline void arrange_bytes(int8_t *row, int64_t padded) {
+  for (int64_t i = 0; i < padded; i++) row[i] = (int8_t)(row[i] ^ 0x80);
+}
 #else
-constexpr uint8_t kByteShift = 0;
-// The instruction wants one operand unsigned: the weight's magnitude, times the input with the weight's sign. Two products
-// are at most 2 * 128 * 127 (a checkpoint's weights may be -128, inputs are not), which sixteen bits hold. Exact.
+using Byte = int16_t;
+constexpr bool kWideBytes = true;
+// Bytes are widened to sixteen bits, a weight's once for R rows, inputs' where they are packed: the instruction that
+// multiplies bytes wants one operand unsigned, and to give it that takes one more instruction for each row than widening.
+// A quad of k lies in two words of 32 bits: k0 and k2, then k1 and k3, as shifts split the weights. Exact.
+// As assembly because compilers add up the products first, and have no registers for that.
+static inline void add_to(__m256i &acc, __m256i x) { __asm__("vpaddd %1, %0, %0" : "+v"(acc) : "v"(x)); }
+
 template <int R, int H>
-static inline void i8_halves(const int8_t *w, int64_t k_padded, const int8_t *a, int64_t lda, int32_t *sums) {
-  __m256i acc[R][2 * H], ones = _mm256_set1_epi16(1);
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < 2 * H; c++) acc[r][c] = _mm256_setzero_si256();
-  for (int64_t k = 0; k < k_padded; k += 64, w += 2048)
-    for (int q = 0; q < 16; q++) {
-      __m256i part[2 * H], size[2 * H];
-      for (int c = 0; c < 2 * H; c++) {
-        const int8_t *at = w + c / 2 * 1024 + q * 64 + c % 2 * 32;
-        if (c % 2 == 0) fetch_ahead(at);
-        part[c] = _mm256_loadu_si256((const __m256i *)at);
-        size[c] = _mm256_abs_epi8(part[c]);
-      }
-      for (int r = 0; r < R; r++) {
-        int32_t four;
-        memcpy(&four, a + r * lda + k + 4 * q, 4);
-        __m256i x = _mm256_set1_epi32(four);
-        for (int c = 0; c < 2 * H; c++) {
-          __m256i pairs = _mm256_maddubs_epi16(size[c], _mm256_sign_epi8(x, part[c]));
-          acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_madd_epi16(pairs, ones));
+static __attribute__((noinline)) void i8_halves(const int8_t *w, int64_t k_first, int64_t k_last, const int16_t *a,
+                                                int64_t lda, int32_t *sums, bool fresh) {
+  __m256i acc[H][R][2];
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++)
+        acc[h][r][c] = fresh ? _mm256_setzero_si256()
+                             : _mm256_loadu_si256((const __m256i *)(sums + r * 32 + h * 16 + c * 8));
+  for (int64_t k = k_first; k < k_last; k += 64)
+#pragma GCC unroll 2
+    for (int h = 0; h < H; h++)
+      for (int q = 0; q < 16; q++) {
+        const __m256i *at = (const __m256i *)(w + k * 32 + h * 1024 + q * 64);
+        const int16_t *x = a + k + 4 * q;
+        if constexpr (R > kRowsInOrder) fetch_ahead(at);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+          if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again, as pairs of bf16 are.
+          __m256i part[2];
+          for (int c = 0; c < 2; c++) {
+            part[c] = _mm256_loadu_si256(at + c);
+            part[c] = _mm256_srai_epi16(odd ? part[c] : _mm256_slli_epi16(part[c], 8), 8);
+          }
+          for (int r = 0; r < R; r++) {
+            int32_t two;
+            memcpy(&two, x + r * lda + 2 * odd, 4);
+            __m256i input = _mm256_set1_epi32(two);
+            for (int c = 0; c < 2; c++)
+              add_to(acc[h][r][c], _mm256_madd_epi16(part[c], input));
+          }
         }
       }
-    }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < 2 * H; c++) _mm256_storeu_si256((__m256i *)(sums + r * 32 + c * 8), acc[r][c]);
+  for (int h = 0; h < H; h++)
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++)
+        _mm256_storeu_si256((__m256i *)(sums + r * 32 + h * 16 + c * 8), acc[h][r][c]);
 }
 
 template <int R>
-static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
+static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int16_t *a, int64_t lda) {
   const PsWeight *w = piece->job->weight;
   const int8_t *data = (const int8_t *)w->data + panel * w->k_padded * 32;
-  constexpr int H = R > 1 ? 1 : 2;
+  constexpr int H = R <= kRowsInOrder ? 2 : 1;
   alignas(64) int32_t sums[R * 32];
-  for (int h = 0; h < 2; h += H) i8_halves<R, H>(data + h * 1024, w->k_padded, a, lda, sums + h * 16);
+  if constexpr (H == 2)
+    i8_halves<R, H>(data, 0, w->k_padded, a, lda, sums, true);
+  else
+    for (int64_t k = 0; k < w->k_padded; k += kPieceInCache) {
+      int64_t last = w->k_padded - k < kPieceInCache ? w->k_padded : k + kPieceInCache;
+      for (int h = 0; h < 2; h++) i8_halves<R, H>(data + h * 1024, k, last, a, lda, sums + h * 16, k == 0);
+    }
   finish_block(piece, panel, row, R, sums);
+}
+
+// The bytes in the second half of a row's memory, in place: quads as (k0, k2, k1, k3) of sixteen bits.
+static inline void arrange_bytes(int16_t *row, int64_t padded) {
+  const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  const int8_t *bytes = (const int8_t *)row + padded;
+  for (int64_t i = 0; i < padded; i += 16) {
+    __m128i sixteen = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(bytes + i)), order);
+    _mm256_storeu_si256((__m256i *)(row + i), _mm256_cvtepi8_epi16(sixteen));
+  }
 }
 #endif
 
@@ -215,7 +321,7 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_I8)
-    return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
+    return i8_rows<R>(piece, panel, row, (const Byte *)piece->a + row * lda, lda);
   if (ends) added ? finish_sums(piece, panel, row, R, sums) : finish_block(piece, panel, row, R, sums);
 }
 
@@ -250,10 +356,10 @@ static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, vo
     if (w->type == PS_I4) {
       quantize_groups(job, r, (int8_t *)a + r * padded, (GroupInput *)a_scale + r * (padded / w->group));
     } else if (w->type == PS_I8) {
-      int8_t *out = (int8_t *)a + r * padded;
+      Byte *row = (Byte *)a + r * padded;
+      int8_t *out = (int8_t *)(row + padded) - padded;
       quantize_row(job, r, out, 64, a_scale + r);
-      if (kByteShift)
-        for (int64_t i = 0; i < padded; i++) out[i] = (int8_t)(out[i] ^ kByteShift);
+      arrange_bytes(row, padded);
     } else if (w->type == PS_BF16 && kWideInputs) {
       float *out = (float *)a + r * padded;
       for (int64_t i = 0; i < padded; i += 16) store(out + i, i < k ? load_tail((const bf16 *)x + i, k - i) : zero());
@@ -301,16 +407,18 @@ static void vector_int4(const LinearPiece *piece, int64_t panel) {
 }
 
 static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
-  int64_t m = piece->job->m, block = even_block(m, kRowBlock), steps = (piece->k_last - piece->k_first) / 32;
+  int64_t m = piece->job->m, most = piece->job->weight->type == PS_I8 ? kByteRows : kRowBlock;
+  int64_t blocks = (m + most - 1) / most, steps = (piece->k_last - piece->k_first) / 32;
   // With few rows the weights themselves come no faster than they are computed with.
-  Wanted wanted(piece, m < kAheadRows ? 0 : (panel_last - panel_first) * ((m + block - 1) / block) * steps);
+  Wanted wanted(piece, m < kAheadRows ? 0 : (panel_last - panel_first) * blocks * steps);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
     if (piece->job->weight->type == PS_I4) {
       vector_int4(piece, panel);
       continue;
     }
-    for (int64_t row = 0; row < m; row += block)
-      rows_left<kRowBlock>(piece, panel, row, m - row < block ? m - row : block, &wanted);
+    // Blocks that differ by one row at most: a short one would read the weights for little.
+    for (int64_t b = 0; b < blocks; b++)
+      rows_left<kRowBlock>(piece, panel, b * m / blocks, (b + 1) * m / blocks - b * m / blocks, &wanted);
   }
 }
 

@@ -75,6 +75,7 @@ struct KernelTable {
   int32_t row_tile;      // rows to a packed input tile; 0: inputs stay row-major
   int32_t weight_types;  // bit set of PsType
   bool wide_inputs;      // inputs of bf16 weights are packed as floats
+  bool wide_bytes;       // inputs of int8 weights are packed as sixteen bits
   void (*pack_rows)(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale);
   void (*linear)(const LinearPiece *piece, int64_t panel_first, int64_t panel_last);
   void (*rms_norm)(const PsNorm *job, int64_t first, int64_t last);

@@ -263,6 +263,10 @@ static inline Pairs widen_pairs(__m256i a, __m256i b) {
 static inline Pairs load_pairs(const bf16 *p) {
   return widen_pairs(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 16)));
 }
+// acc += w * x. As assembly because compilers copy and spill the sums of an unrolled loop.
+static inline void fma_to(__m256 &acc, __m256 w, __m256 x) {
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
+}
 static inline PairInput spread_pair(const bf16 *x) {
   int32_t word;
   memcpy(&word, x, 4);
@@ -314,9 +318,11 @@ static inline F16 zero() { return set1(0.0f); }
 
 // Asks for what a stream of weights will read soon. The processor's own prefetcher stops at every 4 KiB, and with
 // more than one row there is too much arithmetic between loads for it to run far enough ahead. Never faults.
-constexpr int64_t kAheadBytes = 8192, kThinAheadBytes = 4096;
+constexpr int64_t kNearBytes = 2048, kAheadBytes = 8192, kThinAheadBytes = 4096;
 // Into the second cache, which can wait for more lines at once than the first: a cold row takes half the time on Zen 4.
 static inline void fetch_ahead(const void *p) { _mm_prefetch((const char *)p + kAheadBytes, _MM_HINT_T1); }
+// For streams that few rows read in order: the processor's own prefetcher gives nearly all that memory has.
+[[maybe_unused]] static inline void fetch_near(const void *p) { _mm_prefetch((const char *)p + kNearBytes, _MM_HINT_T1); }
 // Into the first, for streams that are thin enough for it.
 static inline void fetch_thin(const void *p) { _mm_prefetch((const char *)p + kThinAheadBytes, _MM_HINT_T0); }
 
