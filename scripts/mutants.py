@@ -347,10 +347,10 @@ def read(path: Path, seed: int) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """All rows, sorted, so that two runs compare line by line."""
-    listed = [asdict(result.mutants[name]) for name in sorted(result.mutants)]
-    found = {"seed": result.seed, "mutants": listed}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    """A line for each row, sorted, so that two runs compare line by line."""
+    listed = [json.dumps(asdict(result.mutants[name])) for name in sorted(result.mutants)]
+    rows = ",\n ".join(listed)
+    path.write_text(f'{{"seed": {result.seed}, "mutants": [\n {rows}\n]}}\n')
 
 
 def report(rows: list[Row]) -> int:
