@@ -8,8 +8,8 @@ word's ids.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ TEXT_CHARS_MAX = 16 * 1024
 WORDS_MAX, WORD_CHARS_MAX = 16_384, 32
 LEARN_MAX = 8
 """New words that one text may bring: each is a call of the library, and nobody's text may make many."""
+LEVELS_MAX = 40
+"""Of a tree of alternatives: Python's compiler of patterns recurses, and a file may have any tokens."""
 _SPACE = " \\t\\n\\r\\f\\v"
 _CLASSES = {
     r"\s": _SPACE, r"\r": r"\r", r"\n": r"\n", r"\p{L}": "a-zA-Z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z",
@@ -58,9 +60,7 @@ class WordCache:
         self._library, self._split_words = library, words.findall
         self._known: dict[str, tuple[int, ...]] = {}
         self._added = {token.content: (token.id,) for token in added}
-        longest_first = sorted(filter(None, self._added), key=lambda text: (-len(text), text))
-        # As the library: the first that begins, and of those that begin there the longest.
-        self._split_added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
+        self._split_added = re.compile(f"({alternatives(self._added)})").split
 
     @classmethod
     def of(
@@ -125,6 +125,32 @@ class WordCache:
 def _encode(library: tokenizers.Tokenizer, text: str) -> list[int]:
     (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    """A pattern that finds the first of the texts, and the longest of those that begin there, as the library
+    does. It is a tree of their beginnings: a plain list of hundreds would be tried one by one at each `<`.
+    """
+    return _tree(sorted(set(filter(None, texts))), LEVELS_MAX) or "(?!)"
+
+
+def _tree(texts: Sequence[str], num_levels: int) -> str:
+    """`texts` are sorted, each once, and none is empty."""
+    if not num_levels:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    branches = list[str]()
+    for _, group in groupby(texts, key=lambda text: text[0]):
+        some = list(group)
+        first, last = some[0], some[-1]  # In their order, all between begin as these two do.
+        num = next((i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
+        prefix = first[:num]
+        longer = [text[len(prefix) :] for text in some if text != prefix]
+        branch = re.escape(prefix)
+        if longer:
+            # Where one text ends, the longer ones are tried first.
+            branch += f"(?:{_tree(longer, num_levels - 1)}){'?' * (first == prefix)}"
+        branches.append(branch)
+    return "|".join(branches)
 
 
 def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> re.Pattern[str] | None:

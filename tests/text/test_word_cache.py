@@ -1,5 +1,6 @@
 """Ids by words are the library's, or the library is asked."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 
 from penstock.text import word_cache
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.word_cache import AddedToken, WordCache, ascii_pattern
+from penstock.text.word_cache import AddedToken, WordCache, alternatives, ascii_pattern
 
 DEMO = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
 GPT2 = word_cache._GPT2
@@ -71,6 +72,21 @@ def test_bytelevel_that_splits_by_itself_splits_by_this_pattern() -> None:
     assert words is not None
     theirs = ByteLevel(add_prefix_space=False, use_regex=True).pre_tokenize_str(text)
     assert words.findall(text) == [text[start:end] for _, (start, end) in theirs]
+
+
+pieces = st.lists(st.sampled_from(("a", "b", "<", "|", ".", " ", "é")), max_size=5).map("".join)
+
+
+@given(tokens=st.lists(pieces, max_size=12), text=st.lists(pieces, max_size=8).map("".join))
+def test_a_tree_of_alternatives_finds_what_a_list_finds_longest_first(tokens: list[str], text: str) -> None:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    assert re.findall(alternatives(tokens), text) == plain.findall(text)
+
+
+def test_a_chain_of_tokens_is_no_deep_tree() -> None:
+    chain = ["a" * n for n in range(1, 600)]
+    assert re.findall(alternatives(chain), "a" * 5000) == ["a" * 599] * 8 + ["a" * 208]
 
 
 def made(demo: Tokenizer, **other: Any) -> WordCache | None:
