@@ -246,7 +246,8 @@ class Tokenizer:
                 library,
                 normalizer=file.normalizer,
                 pre_tokenizer=file.pre_tokenizer,
-                model=msgspec.to_builtins(file.model),
+                model_type=file.model.type,
+                dropout=file.model.dropout,
                 added=file.added_tokens,
             ),
         )

@@ -29,7 +29,8 @@ _CLASSES = {
 }  # fmt: skip
 """The characters of a class in ASCII."""
 _PART = re.compile(r"\\p\{\w+\}|\\.|\[\^?|\(\?[:!]|\(\?i:|&&|\}\+|.", re.DOTALL)
-_REFUSED = frozenset(("(", "$", "^", ".", "&&", "}+"))
+_REFUSED = frozenset(("(", "$", "^", ".", "}+"))
+"""Outside a set."""
 _PLAIN = re.compile(r"[\t\n\r -~]*")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Of a `ByteLevel` that splits by itself."""
@@ -69,12 +70,13 @@ class WordCache:
         *,
         normalizer: Mapping[str, Any] | None,
         pre_tokenizer: Mapping[str, Any] | None,
-        model: Mapping[str, Any],
+        model_type: str,
+        dropout: float | None,
         added: Sequence[AddedToken],
     ) -> "WordCache | None":
         """For the tokenizer that tokenizer.json describes so; None: it is not one of this kind."""
         pattern = _pattern_of(pre_tokenizer)
-        if pattern is None or model.get("type") != "BPE" or model.get("dropout"):
+        if pattern is None or model_type != "BPE" or dropout:
             return None
         if normalizer is not None and normalizer.get("type") != "NFC":
             return None
@@ -187,12 +189,17 @@ def ascii_pattern(pattern: str) -> re.Pattern[str] | None:
                 continue
             if (members := _CLASSES.get(part)) is None or not (members or in_set):
                 return None
-            written.append(members if in_set else f"[{members}]")
+            if in_set and written[-1] == "-":
+                return None
+            if members:
+                written.append(members if in_set else f"[{members}]")
             continue
         if in_set and part.startswith("["):
             return None
-        if not in_set and part in _REFUSED:
+        if part == "&&" or (not in_set and part in _REFUSED):
             return None
+        if in_set and part == "]" and written[-1].startswith("["):
+            return None  # It has nothing in ASCII, and an empty one goes on behind its end in Python.
         in_set = part.startswith("[") or (in_set and part != "]")
         written.append(part)
     try:

@@ -95,7 +95,8 @@ def made(demo: Tokenizer, **other: Any) -> WordCache | None:
     known = dict[str, Any](
         normalizer=None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]},
-        model={"type": "BPE"},
+        model_type="BPE",
+        dropout=None,
         added=[
             AddedToken(i, token.content, lstrip=False, rstrip=False, single_word=False, normalized=False)
             for i, token in demo.library.get_added_tokens_decoder().items()
@@ -108,16 +109,20 @@ def test_tokenizers_of_other_kinds_have_none(demo: Tokenizer) -> None:
     assert made(demo) is not None
     assert made(demo, normalizer={"type": "NFC"}) is not None
     assert made(demo, normalizer={"type": "Lowercase"}) is None
-    assert made(demo, model={"type": "Unigram"}) is None
-    assert made(demo, model={"type": "BPE", "dropout": 0.1}) is None
+    assert made(demo, model_type="Unigram") is None
+    assert made(demo, dropout=0.1) is None
     assert made(demo, pre_tokenizer={"type": "Metaspace"}) is None
     assert made(demo, pre_tokenizer=None) is None
     assert made(demo, added=[AddedToken(1, "<|im_start|>")]) is None, "it strips what stands beside it"
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(\w+)", r"^a", r"a$", r"\bword", r"[[:alpha:]]+", r"(?<=a)b", r"\p{Han}+"]
-)
+    "pattern",
+    [
+        r"(\w+)", r"^a", r"a$", r"\bword", r"[[:alpha:]]+", r"(?<=a)b", r"\p{Han}+", r"[\p{L}&&[a-z]]+",
+        r"[\p{L}&&\p{Lu}]+", r"[]a]+", r"[^]a]+", r"[\p{Lt}]|a]", r"[^\p{M}\p{Lm}]|a]", r"[ -\p{L}]+",
+    ],
+)  # fmt: skip
 def test_a_pattern_that_may_mean_something_else_is_not_taken(pattern: str) -> None:
     assert ascii_pattern(pattern) is None
 
