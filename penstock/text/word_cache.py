@@ -17,7 +17,7 @@ import tokenizers
 
 TEXT_CHARS_MAX = 16 * 1024
 """Longer texts are encoded in a thread, where the library lets others run."""
-WORDS_MAX, WORD_CHARS_MAX = 16_384, 32
+WORDS_MAX, WORD_CHARS_MAX = 16_384, 128
 LEARN_MAX = 8
 """New words that one text may bring: each is a call of the library, and nobody's text may make many."""
 LEVELS_MAX = 40

@@ -136,7 +136,12 @@ def test_a_wrong_pattern_shows_before_it_is_used(demo: Tokenizer) -> None:
 def test_what_it_does_not_know_is_the_librarys(demo: Tokenizer) -> None:
     cache = made(demo)
     assert cache is not None
-    for text in ("Rücklauf", "\x00", "a" * (word_cache.TEXT_CHARS_MAX + 1), "x" * 40):
+    for text in (
+        "Rücklauf",
+        "\x00",
+        "a" * (word_cache.TEXT_CHARS_MAX + 1),
+        "x" * (word_cache.WORD_CHARS_MAX + 1),
+    ):
         assert cache.ids_of(text) is None
 
 
