@@ -24,7 +24,7 @@ from penstock.text.chat import ChatTemplate, Message, encoded, template_values
 from penstock.text.sandbox import SOURCE_CHARS_MAX, template_environment
 from penstock.text.template_tree import texts_read
 from penstock.text.tokenizer import Tokenizer, check_unicode
-from penstock.text.word_cache import alternatives
+from penstock.text.word_pattern import alternatives
 
 _MASKS = range(0x30000, 0x3134B)
 """Characters that stand for a place in a message while a template runs: the rarest that there are (ideographs

@@ -1,4 +1,4 @@
-"""Ids by words are the library's, or the library is asked."""
+"""Ids by words are the library's, or the library is asked; patterns split as the library's do."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
-from penstock.text import word_cache
-from penstock.text.tokenizer import Tokenizer
-from penstock.text.word_cache import AddedToken, WordCache, alternatives, ascii_pattern
+from penstock.text import tokenizer, word_pattern
+from penstock.text.tokenizer import AddedToken, Tokenizer, WordCache
+from penstock.text.word_pattern import alternatives, ascii_pattern
 
 DEMO = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
-GPT2 = word_cache._GPT2
+GPT2 = word_pattern._GPT2
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -58,7 +58,7 @@ def test_ids_are_the_librarys_however_often_words_came(demo: Tokenizer, text: st
 def test_python_splits_as_the_library_does(pattern: str, text: str) -> None:
     words = ascii_pattern(pattern)
     assert words is not None
-    if word_cache._PLAIN.fullmatch(text) is None:
+    if tokenizer._PLAIN.fullmatch(text) is None:
         return
     theirs = Split(Regex(pattern), "isolated").pre_tokenize_str(text)
     found = words.findall(text)
@@ -139,8 +139,8 @@ def test_what_it_does_not_know_is_the_librarys(demo: Tokenizer) -> None:
     for text in (
         "Rücklauf",
         "\x00",
-        "a" * (word_cache.TEXT_CHARS_MAX + 1),
-        "x" * (word_cache.WORD_CHARS_MAX + 1),
+        "a" * (tokenizer.TEXT_CHARS_MAX + 1),
+        "x" * (tokenizer.WORD_CHARS_MAX + 1),
     ):
         assert cache.ids_of(text) is None
 
@@ -153,8 +153,8 @@ def test_one_text_brings_few_words_and_all_of_them_have_a_bound(
     cache._known.clear()
     text = " ".join(f"w{'abcdefghij'[i % 10]}{'klmnopqrst'[i // 10]}" for i in range(100))
     assert cache.ids_of(text) is None
-    assert len(cache._known) == word_cache.LEARN_MAX
-    monkeypatch.setattr(word_cache, "WORDS_MAX", 20)
+    assert len(cache._known) == tokenizer.LEARN_MAX
+    monkeypatch.setattr(tokenizer, "WORDS_MAX", 20)
     for _ in range(30):
         cache.ids_of(text)
         assert len(cache._known) <= 20
