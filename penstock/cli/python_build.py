@@ -6,7 +6,7 @@ import sys
 import sysconfig
 
 PLAIN = "plain"
-PLAIN_COST = "takes 1.1 to 1.4 times the CPU for a gateway's work"
+PLAIN_COST = "takes about 1.15 times the CPU for a gateway's work"
 """Python without profile-guided optimization, beside Debian's (docs/bench.md)."""
 REMEDY = "use your distribution's Python or python.org's; pyenv: PYTHON_CONFIGURE_OPTS=--enable-optimizations"
 

@@ -61,7 +61,8 @@ from penstock.offline.vectors import (
     texts_of,
 )
 from penstock.protocol.vectors import numbers
-from penstock.text.tokenizer import TextTokens, Tokenizer
+from penstock.text.texts import TextTokens
+from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from penstock.offline.engine import ATTEMPTS_MAX, OfflineEngine
 from penstock.offline.prompts import PromptLike
 from penstock.protocol.vectors import cosine, numbers, text_tokens_max
 from penstock.protocol.worker import ModelInfo
-from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
+from penstock.text.texts import TextTokens, pair_tokens, text_tokens
 from penstock.types import RequestId, SamplingParams
 
 TEXTS_MAX = 256

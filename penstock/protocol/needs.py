@@ -126,7 +126,8 @@ def _grammar_param(request: GenerationRequest) -> str:
     """The parameter that has a grammar as text; empty: none has."""
     if getattr(request, "guided_grammar", None) is not None:
         return "guided_grammar"
-    return "structured_outputs" if "grammar" in (getattr(request, "structured_outputs", None) or ()) else ""
+    structured: Mapping[str, Any] = getattr(request, "structured_outputs", None) or {}
+    return "structured_outputs" if structured.get("grammar") is not None else ""
 
 
 def common_needs(request: GenerationRequest) -> list[Need]:

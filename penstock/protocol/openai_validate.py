@@ -392,6 +392,7 @@ def repeated_key(body: bytes, values_max: int) -> str | None:
 
     Raises:
         TooManyValues: there are more than `values_max` strings and brackets; the rest was not looked at.
+        RecursionError: it is nested too deeply.
     """
     num_objects = body.count(b"{")
     num_at_most = body.count(b'"') // 2 + 2 * (num_objects + body.count(b"["))
@@ -401,7 +402,10 @@ def repeated_key(body: bytes, values_max: int) -> str | None:
                 raise TooManyValues
     if num_at_most < _FEW:
         # Each key has a colon: as many colons as different keys leave none for a key that comes again.
-        num_keys = _num_keys(body)
+        try:
+            num_keys = _num_keys(body)
+        except (msgspec.DecodeError, RecursionError):
+            num_keys = -1  # A number out of range, in a field that is passed over; the slow way makes none.
         if body.count(b":") == num_keys:
             return None
         if body.count(b'":') == num_keys and _SPACED.search(body) is None:
@@ -448,6 +452,8 @@ def _check_keys(body: bytes, values_max: int) -> None:
         _refuse(
             f"The JSON body holds more than {values_max} strings, objects and arrays.", None, "invalid_json"
         )
+    except RecursionError:  # The decoder of the request, with fewer frames around it, has just managed.
+        _refuse("The JSON body is nested too deeply.", None, "invalid_json")
     if key is not None:
         shown = key[:64]
         _refuse(f"The JSON body has the key '{shown}' twice in one object.", shown, "invalid_json")

@@ -30,12 +30,12 @@ from penstock.policy.limits.budget import Spent
 from penstock.policy.limits.price import PriceList
 from penstock.policy.request import Request
 from penstock.telemetry import ledger_segment
-from penstock.telemetry.ledger_journal import Journal, LedgerStatistics
+from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import Damage, LedgerReader, recover_abandoned, report_damage
 from penstock.telemetry.ledger_segment import LEDGER_LIMITS, Claim, LedgerLimits, Progress
 from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError, SqliteSink
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.metrics import LedgerStatistics, Metrics
 from penstock.types import Usage
 
 USER_CHARS_MAX = 256

@@ -13,7 +13,6 @@ runs; requests that outlive several segments are written down again in the newes
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -40,21 +39,6 @@ PINNED_SEGMENTS_MAX = 4
 """A request that began this many segments ago is written down again, so that it keeps no old ones."""
 RETRY_NS = NS_PER_S
 """A disk that was full is tried again after this long."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class LedgerStatistics:
-    """How the ledger is doing."""
-
-    closed: int
-    """Records that were closed."""
-    pending: int
-    """Closed records that the database does not have yet."""
-    lost: int
-    sink_errors: int
-    journal_bytes: int
-    open: int
-    """Requests that were accepted and are not over."""
 
 
 class _Segment:

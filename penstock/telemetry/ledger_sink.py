@@ -206,7 +206,9 @@ PRUNE_ROWS = 10_000
 FIELDS = tuple(field.name for field in msgspec.structs.fields(UsageRecord))
 _INSERT = f"INSERT OR IGNORE INTO {TABLE} ({', '.join(FIELDS)}) VALUES "
 _ROW = f"({', '.join('?' * len(FIELDS))})"
-ROWS = 32
+VARIABLES_MAX = 999
+"""Of one statement in SQLite before 3.32."""
+ROWS = min(32, VARIABLES_MAX // len(FIELDS))
 """Of one statement. SQLite lets go of the GIL for each, and to take it again from a busy event loop costs
 both threads more than the rows do."""
 

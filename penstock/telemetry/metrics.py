@@ -13,6 +13,7 @@ least, with its count.
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from penstock.clock import NS_PER_S
@@ -25,12 +26,26 @@ from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.counts import EndedTogether
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
-from penstock.telemetry.ledger_journal import LedgerStatistics
 from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerLabels, WorkerMeters
 
 TENANTS_MAX = 32
 FOLLOWED_MAX = 256
 OTHER = "other"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LedgerStatistics:
+    """How the ledger is doing."""
+
+    closed: int
+    """Records that were closed."""
+    pending: int
+    """Closed records that the database does not have yet."""
+    lost: int
+    sink_errors: int
+    journal_bytes: int
+    open: int
+    """Requests that were accepted and are not over."""
 
 
 class TenantLabels:

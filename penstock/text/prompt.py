@@ -24,6 +24,7 @@ from penstock.text.chat import ChatTemplate, Message, encoded, template_values
 from penstock.text.sandbox import SOURCE_CHARS_MAX, template_environment
 from penstock.text.template_tree import texts_read
 from penstock.text.tokenizer import Tokenizer, check_unicode
+from penstock.text.word_pattern import alternatives
 
 _MASKS = range(0x30000, 0x3134B)
 """Characters that stand for a place in a message while a template runs: the rarest that there are (ideographs
@@ -79,10 +80,11 @@ class Markers:
             self._of_twin[twins] = i
         self._twin.add_special_tokens([tokenizers.AddedToken(self._split, special=True, normalized=False)])  # pyright: ignore[reportUnknownMemberType]
         self._split_id = self._twin.token_to_id(self._split)
-        self._markers = _alternatives(markers)
-        self._added = _alternatives(token.content for token in added.values())
+        self._markers = re.compile(alternatives(markers))
+        self._added = re.compile(alternatives(token.content for token in added.values()))
         encoded = [msgspec.json.encode(content)[1:-1] for content in markers]
-        self._encoded_markers = re.compile(b"|".join(map(re.escape, encoded)) or rb"(?!)")
+        as_text = (each.decode("latin-1") for each in encoded)  # A character for each byte.
+        self._encoded_markers = re.compile(alternatives(as_text).encode("latin-1"))
         first = b"|".join({re.escape(msgspec.json.encode(content[0])[1:-1]) for content in markers})
         near = max(map(len, encoded), default=0)
         self._encoded_ends = re.compile(b'(?:%b)[^"]{0,%d}"' % (first, near) if encoded else rb"(?!)")
@@ -201,12 +203,6 @@ def _twin(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if library.pre_tokenizer is not None:
         twin.pre_tokenizer = library.pre_tokenizer
     return twin
-
-
-def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the first of the texts, and the longest of those that begin there, as the library does."""
-    ordered = sorted(filter(None, texts), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
 
 class ChatPrompts:

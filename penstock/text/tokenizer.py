@@ -1,9 +1,14 @@
 """A checkpoint's tokenizer: text to token ids and back, and what its files say about ending and sampling.
 
 Owns the `tokenizers` library's object and the tables made from it. Knows nothing of chats (see
-`chat.py`) and keeps no state between calls, so one `Tokenizer` serves every request and thread. Besides whole
-texts it makes tokens of a request's words: those that are not drawn, those that end an answer; and of texts
-and pairs of them for models that make vectors, cut to what the model takes.
+`chat.py`) and keeps nothing between calls but words, so one `Tokenizer` serves every request and thread.
+Besides whole texts it makes tokens of a request's words: those that are not drawn, those that end an answer.
+
+Most words of plain text came before. A byte-level BPE tokenizer splits text at its added tokens, then into
+words by a pattern, and makes tokens of each word by itself: the ids of a text are those of its words. The
+library does all of it again for each text; here words are looked up, for texts and patterns that Python's
+`re` splits as the library does: ASCII, and a pattern of classes that are known for it. All else is the
+library's, and so are a word's ids.
 
 The bytes that a token stands for are a table, for the two decoders that nearly every checkpoint uses. A
 decoder (the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2, Llama 3,
@@ -14,10 +19,11 @@ says so with None.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import tokenizers
@@ -25,11 +31,21 @@ from msgspec import Meta
 
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.models.files import has_file, read_file
-from penstock.text.word_cache import AddedToken, WordCache
+from penstock.text.word_pattern import alternatives, word_pattern
 
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """The largest tokenizer files in use are about 35 MB; more than this is some other file."""
+TEXT_CHARS_MAX = 16 * 1024
+"""Longer texts are encoded in a thread, where the library lets others run."""
+WORDS_MAX, WORD_CHARS_MAX = 16_384, 128
+LEARN_MAX = 8
+"""New words that one text may bring: each is a call of the library, and nobody's text may make many."""
+_PLAIN = re.compile(r"[\t\n\r -~]*")
+_TRIAL = """The 17 quick brown foxes' tails   jumped; it's WE'LL\r
 
+\tdef f(x):
+        return x**2  # --> 1,000.5
+  """
 T = TypeVar("T")
 
 
@@ -180,6 +196,17 @@ class _ModelPart(msgspec.Struct, frozen=True):
     dropout: float | None = None
 
 
+class AddedToken(msgspec.Struct):
+    """As in tokenizer.json; the default of a flag that is not there is that it is set."""
+
+    id: int
+    content: str
+    lstrip: bool = True
+    rstrip: bool = True
+    single_word: bool = True
+    normalized: bool = True
+
+
 class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that is read here; the library reads the rest."""
 
@@ -188,6 +215,83 @@ class _TokenizerFile(msgspec.Struct):
     pre_tokenizer: dict[str, Any] | None = None
     model: _ModelPart = _ModelPart()
     added_tokens: list[AddedToken] = []
+
+
+class WordCache:
+    """The words of one tokenizer that came before."""
+
+    def __init__(
+        self, library: tokenizers.Tokenizer, words: re.Pattern[str], added: Sequence[AddedToken]
+    ) -> None:
+        self._library, self._split_words = library, words.findall
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._added = {token.content: (token.id,) for token in added}
+        self._split_added = re.compile(f"({alternatives(self._added)})").split
+
+    @classmethod
+    def of(
+        cls,
+        library: tokenizers.Tokenizer,
+        *,
+        normalizer: Mapping[str, Any] | None,
+        pre_tokenizer: Mapping[str, Any] | None,
+        model_type: str,
+        dropout: float | None,
+        added: Sequence[AddedToken],
+    ) -> "WordCache | None":
+        """For the tokenizer that tokenizer.json describes so; None: it is not one of this kind."""
+        pattern = word_pattern(pre_tokenizer)
+        if pattern is None or model_type != "BPE" or dropout:
+            return None
+        if normalizer is not None and normalizer.get("type") != "NFC":
+            return None
+        if any(each.lstrip or each.rstrip or each.single_word or each.normalized for each in added):
+            return None
+        made = cls(library, pattern, added)
+        trial = _TRIAL + "".join(each.content for each in added[:2] if each.content.isascii()) + _TRIAL
+        for _ in range(len(trial)):  # Some words more each time.
+            if (ids := made.ids_of(trial)) is not None:
+                return made if ids == tuple(_encode(library, trial)) else None
+        return None
+
+    def ids_of(self, text: str) -> tuple[int, ...] | None:
+        """Its token ids; None: ask the library."""
+        if len(text) > TEXT_CHARS_MAX or _PLAIN.fullmatch(text) is None:
+            return None
+        known, added, found = self._known, self._added, list[tuple[int, ...] | None]()
+        words = list[str]()
+        for part in self._split_added(text):
+            if (ids := added.get(part)) is not None:
+                found.append(ids)
+                words.append(part)
+            elif part:
+                some = self._split_words(part)
+                words += some
+                found += map(known.get, some)
+        if None in found:
+            if not self._learn([word for word, ids in zip(words, found, strict=True) if ids is None]):
+                return None
+            found = [known.get(word) or added.get(word) for word in words]
+        if None in found or sum(map(len, words)) != len(text):
+            return None  # Another thread has emptied it; or the pattern passes over something.
+        return tuple(chain.from_iterable(found))  # pyright: ignore[reportArgumentType]
+
+    def _learn(self, words: Sequence[str]) -> bool:
+        """Learn a few of a text's new words; whether these were all."""
+        new = list(dict.fromkeys(words))
+        if len(self._known) + LEARN_MAX > WORDS_MAX:
+            self._known.clear()
+        for word in new[:LEARN_MAX]:
+            # A word by itself must be one word: what follows may decide where a run of spaces ends.
+            if len(word) > WORD_CHARS_MAX or self._split_words(word) != [word]:
+                return False
+            self._known[word] = tuple(_encode(self._library, word))
+        return len(new) <= LEARN_MAX
+
+
+def _encode(library: tokenizers.Tokenizer, text: str) -> list[int]:
+    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
 
 
 class Tokenizer:
@@ -246,7 +350,8 @@ class Tokenizer:
                 library,
                 normalizer=file.normalizer,
                 pre_tokenizer=file.pre_tokenizer,
-                model=msgspec.to_builtins(file.model),
+                model_type=file.model.type,
+                dropout=file.model.dropout,
                 added=file.added_tokens,
             ),
         )
@@ -379,104 +484,6 @@ def stop_token_ids(tokenizer: Tokenizer, more: Iterable[int], *, ignores_eos: bo
     """The model's own tokens that end an answer, unless they are ignored, and `more`; each once."""
     ends = () if ignores_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*ends, *more)))
-
-
-class TextTokens(NamedTuple):
-    """One text, or one pair."""
-
-    ids: tuple[int, ...]
-    num_first: int = 0
-    """Of a pair whose model tells the two apart: leading tokens that belong to the first; else 0."""
-
-
-def text_tokens(
-    tokenizer: Tokenizer, texts: Sequence[str], *, limit: int = 0, add_special_tokens: bool = True
-) -> list[TextTokens]:
-    """Token ids of each text; its end is left out beyond `limit` tokens, but nothing put around it.
-    0: nothing is left out.
-
-    Raises:
-        InvalidRequest: a text is not Unicode.
-    """
-    for text in texts:
-        check_unicode(text)
-    found = tokenizer.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-    return [TextTokens(_kept(each.ids, each.sequence_ids, limit)) for each in found]
-
-
-def pair_tokens(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, limit: int = 0
-) -> Iterator[TextTokens]:
-    """The same of pairs, one after the other as they are asked for: a query that stands in each of them may
-    be long, and together they may be thousands of times what was sent. Each text is tokenized once. Of pairs
-    that are too long the ends are left out of the longer text first.
-
-    Raises:
-        InvalidRequest: a text is not Unicode.
-    """
-    if not pairs:
-        return
-    texts = list(dict.fromkeys(chain.from_iterable(pairs)))
-    for text in texts:
-        check_unicode(text)
-    library = tokenizer.library
-    encodings = library.encode_batch_fast(texts, add_special_tokens=False)
-    found = {text: each.ids for text, each in zip(texts, encodings, strict=True)}
-    sample = max(texts, key=lambda text: bool(found[text]))
-    marks = _Marks(library, sample)
-    for one, other in pairs:
-        yield marks.around(found[one], found[other], limit)
-
-
-class _Marks:
-    """The tokens that a tokenizer puts before, between and behind two texts, the first one first."""
-
-    def __init__(self, library: tokenizers.Tokenizer, text: str) -> None:
-        """`text` is any that has tokens: its pair with itself shows them."""
-        both = library.encode_batch_fast([text, text], add_special_tokens=False)
-        pair, num = library.post_process(both[0], both[1]), len(both[0])
-        places = [i for i, is_mark in enumerate(pair.special_tokens_mask) if not is_mark]
-        ends = (places[0], places[num - 1] + 1, places[num], places[-1] + 1) if num else (0, 0, 0, 0)
-        cuts = [slice(0, ends[0]), slice(ends[1], ends[2]), slice(ends[3], None)]
-        self._before, self._between, self._behind = (tuple(pair.ids[cut]) for cut in cuts)
-        self._num = sum(len(pair.ids[cut]) for cut in cuts)
-        types = pair.type_ids
-        self._tells_apart = any(types)
-        self._first_marks = sum(types[cut].count(0) for cut in cuts)
-        self._first_texts = [types[end] == 0 for end in (ends[0], ends[2])] if num else [True, True]
-
-    def around(self, one: Sequence[int], other: Sequence[int], limit: int) -> TextTokens:
-        """A pair, of at most so many tokens; 0: of any number."""
-        surplus = len(one) + len(other) + self._num - limit
-        if limit and surplus > 0:
-            room = max(0, len(one) + len(other) - surplus)
-            short = min(len(one), len(other), room // 2)
-            is_longer = len(one) > len(other)
-            kept = (room - short, short) if is_longer else (short, room - short)
-            one, other = one[: kept[0]], other[: kept[1]]
-        num_first = 0
-        if self._tells_apart:
-            lengths = zip((len(one), len(other)), self._first_texts, strict=True)
-            num_first = self._first_marks + sum(length for length, is_first in lengths if is_first)
-        return TextTokens((*self._before, *one, *self._between, *other, *self._behind), num_first)
-
-
-def _kept(values: Sequence[int], sequences: Sequence[int | None], limit: int) -> tuple[int, ...]:
-    """The rest of a text's tokens if at most so many may stay. `sequences`: None of a token that was put
-    around the text.
-    """
-    surplus = len(values) - limit
-    if not limit or surplus <= 0:
-        return tuple(values)
-    left = max(0, sequences.count(0) - surplus)
-    found = list[int]()
-    for value, sequence in zip(values, sequences, strict=True):
-        if sequence is None:
-            found.append(value)
-        elif left:
-            left -= 1
-            found.append(value)
-    return tuple(found)
 
 
 _PROBE = "The 17 quick brown foxes jumped; λ = 0.5 µm, naïve café, 日本語, 🦊!\n\tdef f(x): return x**2"

@@ -18,6 +18,7 @@ from penstock.config.cells import CellConfig, CellsConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.fleet.cells import cell_key, peer_cells
+from penstock.kv.hashing import PromptKeyMaker, PromptKeys
 
 NUM_TOKENS = 24
 
@@ -85,6 +86,20 @@ def test_a_guest_is_answered_as_it_would_be_at_home(pair: Pair) -> None:
     assert streamed.rstrip().endswith("data: [DONE]")
     (request,) = [each for each in pair.west.requests if each.guest is None][:1]
     assert len(request.prompt_token_ids) == len("Tell me"), "it travels as tokens"
+
+
+def test_a_guest_has_names_of_blocks_only_where_there_is_a_choice(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers, make = list[PromptKeyMaker](), PromptKeyMaker.keys
+
+    def noted(maker: PromptKeyMaker, *args: Any, **kwargs: Any) -> PromptKeys:
+        makers.append(maker)
+        return make(maker, *args, **kwargs)
+
+    monkeypatch.setattr(PromptKeyMaker, "keys", noted)
+    assert pair.ask(x_penstock_residency="us").headers["x-penstock-cell"] == "west"
+    assert len(makers) == 1, "the east chooses among its worker and its peer; the west has one worker"
 
 
 def test_logprobs_travel_by_their_tokens(pair: Pair) -> None:

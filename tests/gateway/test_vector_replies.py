@@ -19,7 +19,7 @@ from penstock.gateway.relay.vectors import PIECE_NUMBERS, VectorReply, embedding
 from penstock.protocol.stream import StreamHead
 from penstock.protocol.worker_parts import INPUTS_TOKENS_MAX, inputs_problem
 from penstock.rng import IdSource
-from penstock.text.tokenizer import TextTokens
+from penstock.text.texts import TextTokens
 from penstock.types import FinishReason, Usage
 
 SIZE = 1024

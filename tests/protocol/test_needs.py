@@ -164,6 +164,11 @@ def test_a_grammar_needs_a_worker_that_takes_grammars(said: dict) -> None:
     assert {need.param for need in needs} == {param}
 
 
+def test_a_grammar_that_is_null_is_none() -> None:
+    needs = rare_needs(completion(structured_outputs={"json": SCHEMA, "grammar": None}))
+    assert {need.capability for need in needs} == {Capability.STRUCTURED_OUTPUTS}
+
+
 def test_fields_of_an_engine_are_kept_beside_the_shape() -> None:
     constraint = constraint_of(chat(bad_words=["x"], allowed_token_ids=[1], guided_regex="a"))
     assert constraint.fields == {"bad_words": ["x"], "allowed_token_ids": [1]}

@@ -230,6 +230,24 @@ def test_numbers_over_what_a_float_holds():
     assert str(caught.value) == "Invalid 'temperature': the number is out of range."
 
 
+@pytest.mark.parametrize("number", ["1e999", "1" * 5000])
+def test_numbers_in_fields_that_are_passed_over_may_be_of_any_size(number):
+    body = f'{{"model":"m","messages":[{{"role":"user","content":"hi","extra":{number}}}]}}'
+    assert parse_chat(body.encode(), LIMITS).messages[0].content == "hi"
+    twice = body.replace('"extra"', '"role":"user","extra"').encode()
+    with pytest.raises(InvalidRequest, match="the key 'role' twice"):
+        parse_chat(twice, LIMITS)
+
+
+def test_a_body_at_the_edge_of_the_decoders_depth_is_refused():
+    """Some are read by the decoder of requests and not by that of keys."""
+    for levels in range(700, 1000):
+        tool = {"type": "function", "function": {"name": "f", "parameters": "DEEP"}}
+        text = json.dumps(chat(tools=[tool])).replace('"DEEP"', '{"a":' * levels + "1" + "}" * levels)
+        with pytest.raises(InvalidRequest, match="nested"):
+            parse_chat(text.encode(), LIMITS)
+
+
 PROMPTS = [
     ("text", ["text"]),
     (["a", "b"], ["a", "b"]),

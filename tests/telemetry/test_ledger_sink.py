@@ -53,6 +53,16 @@ def test_an_id_keeps_its_first_record_within_a_batch_and_between_batches(
     assert [(record.request_id, record.completion_tokens) for record in read()] == [("a", 1), ("b", 7)]
 
 
+def test_an_older_sqlite_takes_a_large_batch(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    sink = SqliteSink(path, ManualClock())
+    sink._connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)  # The default before 3.32.
+    records = [closed(f"{i:03}") for i in range(100)]
+    sink.write(records)
+    sink.close()
+    assert read_sqlite(path) == records
+
+
 def test_an_empty_batch_is_fine(sink: tuple[LedgerSink, Read]) -> None:
     write, read = sink
     write.write([])

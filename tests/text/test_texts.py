@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vector_models import write_words
 
-from penstock.text.tokenizer import pair_tokens
+from penstock.text.texts import pair_tokens
 
 WORDS = [f"w{i}" for i in range(40)]
 STYLES = ("bert", "roberta", "eos")

@@ -52,7 +52,7 @@ from penstock.protocol.worker_parts import BATCH_TEXTS_MAX, INPUTS_TOKENS_MAX
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX
-from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
+from penstock.text.texts import TextTokens, pair_tokens, text_tokens
 from penstock.types import Capability, RequestId, SamplingParams
 
 Request = EmbeddingRequest | RerankRequest | ScoreRequest

@@ -328,7 +328,7 @@ class _Connection(asyncio.Protocol):
             services.check_draining()
             arrival = Arrival(submit, model.workers.info.vocab_size)
             keys = None
-            if not submit.inputs:
+            if not submit.inputs and model.workers.has_choice:
                 keys = services.locality.maker(model.name).keys(
                     arrival.tokens, salt=submit.cache_salt, public_tokens=submit.public_tokens,
                     adapter=submit.adapter,

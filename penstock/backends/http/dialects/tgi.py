@@ -151,7 +151,6 @@ class TgiDialect:
             parameters["top_n_tokens"] = sampling.logprobs
         if request.constraint.structured:
             kind, value = form_of(request.constraint)
-            refuse(self.engine, **{request.constraint.param: kind == "grammar"})
             parameters["grammar"] = {"type": kind, "value": value}
         return HttpSubmission(
             "/generate_stream", _encode({"inputs": self._text(request), "parameters": parameters})

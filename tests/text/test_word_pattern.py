@@ -1,5 +1,6 @@
-"""Ids by words are the library's, or the library is asked."""
+"""Ids by words are the library's, or the library is asked; patterns split as the library's do."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
-from penstock.text import word_cache
-from penstock.text.tokenizer import Tokenizer
-from penstock.text.word_cache import AddedToken, WordCache, ascii_pattern
+from penstock.text import tokenizer, word_pattern
+from penstock.text.tokenizer import AddedToken, Tokenizer, WordCache
+from penstock.text.word_pattern import alternatives, ascii_pattern
 
 DEMO = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
-GPT2 = word_cache._GPT2
+GPT2 = word_pattern._GPT2
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -57,7 +58,7 @@ def test_ids_are_the_librarys_however_often_words_came(demo: Tokenizer, text: st
 def test_python_splits_as_the_library_does(pattern: str, text: str) -> None:
     words = ascii_pattern(pattern)
     assert words is not None
-    if word_cache._PLAIN.fullmatch(text) is None:
+    if tokenizer._PLAIN.fullmatch(text) is None:
         return
     theirs = Split(Regex(pattern), "isolated").pre_tokenize_str(text)
     found = words.findall(text)
@@ -73,13 +74,29 @@ def test_bytelevel_that_splits_by_itself_splits_by_this_pattern() -> None:
     assert words.findall(text) == [text[start:end] for _, (start, end) in theirs]
 
 
+pieces = st.lists(st.sampled_from(("a", "b", "<", "|", ".", " ", "é")), max_size=5).map("".join)
+
+
+@given(tokens=st.lists(pieces, max_size=12), text=st.lists(pieces, max_size=8).map("".join))
+def test_a_tree_of_alternatives_finds_what_a_list_finds_longest_first(tokens: list[str], text: str) -> None:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    assert re.findall(alternatives(tokens), text) == plain.findall(text)
+
+
+def test_a_chain_of_tokens_is_no_deep_tree() -> None:
+    chain = ["a" * n for n in range(1, 600)]
+    assert re.findall(alternatives(chain), "a" * 5000) == ["a" * 599] * 8 + ["a" * 208]
+
+
 def made(demo: Tokenizer, **other: Any) -> WordCache | None:
     split = {"type": "Split", "pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     known = dict[str, Any](
         normalizer=None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]},
-        model={"type": "BPE"},
+        model_type="BPE",
+        dropout=None,
         added=[
             AddedToken(i, token.content, lstrip=False, rstrip=False, single_word=False, normalized=False)
             for i, token in demo.library.get_added_tokens_decoder().items()
@@ -92,16 +109,20 @@ def test_tokenizers_of_other_kinds_have_none(demo: Tokenizer) -> None:
     assert made(demo) is not None
     assert made(demo, normalizer={"type": "NFC"}) is not None
     assert made(demo, normalizer={"type": "Lowercase"}) is None
-    assert made(demo, model={"type": "Unigram"}) is None
-    assert made(demo, model={"type": "BPE", "dropout": 0.1}) is None
+    assert made(demo, model_type="Unigram") is None
+    assert made(demo, dropout=0.1) is None
     assert made(demo, pre_tokenizer={"type": "Metaspace"}) is None
     assert made(demo, pre_tokenizer=None) is None
     assert made(demo, added=[AddedToken(1, "<|im_start|>")]) is None, "it strips what stands beside it"
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(\w+)", r"^a", r"a$", r"\bword", r"[[:alpha:]]+", r"(?<=a)b", r"\p{Han}+"]
-)
+    "pattern",
+    [
+        r"(\w+)", r"^a", r"a$", r"\bword", r"[[:alpha:]]+", r"(?<=a)b", r"\p{Han}+", r"[\p{L}&&[a-z]]+",
+        r"[\p{L}&&\p{Lu}]+", r"[]a]+", r"[^]a]+", r"[\p{Lt}]|a]", r"[^\p{M}\p{Lm}]|a]", r"[ -\p{L}]+",
+    ],
+)  # fmt: skip
 def test_a_pattern_that_may_mean_something_else_is_not_taken(pattern: str) -> None:
     assert ascii_pattern(pattern) is None
 
@@ -115,7 +136,12 @@ def test_a_wrong_pattern_shows_before_it_is_used(demo: Tokenizer) -> None:
 def test_what_it_does_not_know_is_the_librarys(demo: Tokenizer) -> None:
     cache = made(demo)
     assert cache is not None
-    for text in ("Rücklauf", "\x00", "a" * (word_cache.TEXT_CHARS_MAX + 1), "x" * 40):
+    for text in (
+        "Rücklauf",
+        "\x00",
+        "a" * (tokenizer.TEXT_CHARS_MAX + 1),
+        "x" * (tokenizer.WORD_CHARS_MAX + 1),
+    ):
         assert cache.ids_of(text) is None
 
 
@@ -127,8 +153,8 @@ def test_one_text_brings_few_words_and_all_of_them_have_a_bound(
     cache._known.clear()
     text = " ".join(f"w{'abcdefghij'[i % 10]}{'klmnopqrst'[i // 10]}" for i in range(100))
     assert cache.ids_of(text) is None
-    assert len(cache._known) == word_cache.LEARN_MAX
-    monkeypatch.setattr(word_cache, "WORDS_MAX", 20)
+    assert len(cache._known) == tokenizer.LEARN_MAX
+    monkeypatch.setattr(tokenizer, "WORDS_MAX", 20)
     for _ in range(30):
         cache.ids_of(text)
         assert len(cache._known) <= 20
