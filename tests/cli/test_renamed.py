@@ -109,7 +109,7 @@ class Fleet:
             return list(threads.map(lambda prompt: self.complete(model, prompt, **more), prompts))
 
     def stream_with_kill(self, model: str, prompt: str, worker: Elsewhere) -> tuple[str, list[str]]:
-        """A streamed answer's text and workers; if `worker` computes it, its engine dies midway."""
+        """A streamed answer's text and workers; if `worker` computes it, its engine dies soon."""
         body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": LONG, "ignore_eos": True}
         text, name = "", ""
         with self.open("/v1/completions", {**body, "stream": True}) as response:
@@ -206,7 +206,7 @@ def test_the_prompts_of_one_name_are_spread_over_workers_of_several_identities(f
 def test_a_stream_whose_worker_dies_goes_on_at_one_that_computes_the_same(fleet: Fleet) -> None:
     """The only worker of its identity dies: it waits until that is back, and goes on with the very tokens."""
     (other,) = (worker for worker, dtype in zip(fleet.workers, DTYPES, strict=True) if dtype == "bfloat16")
-    # Whichever worker gets a prompt first, gets it again, since it is cached there, unless it is slow then.
+    # Whichever worker gets a prompt first, gets it again, as it is cached there, unless it is slow then.
     fleet.complete_together("acme/tiny", prompts("forest"), max_tokens=2)
     for prompt in prompts("forest"):
         whole = fleet.complete("acme/tiny", prompt, max_tokens=LONG, ignore_eos=True)
