@@ -74,9 +74,11 @@ class Served(Process):
         *,
         tree: Path | None = None,
         command: Sequence[str] = SERVE,
+        cwd: Path | None = None,
         **environment: str,
     ) -> None:
         """`config`: may be empty. `tree`: of which source tree; else of the package that is installed.
+        `cwd`: where paths in `command` begin; else `place`.
 
         Raises:
             RuntimeError: it did not start.
@@ -89,8 +91,8 @@ class Served(Process):
         source = str(tree.resolve()) if tree else ""
         where = {"PENSTOCK_STATE_DIR": str(place / "state"), "PYTHONPATH": source}
         super().__init__(
-            *command, *(("-c", file.name) if text else ()), "--port", str(self.port),
-            log=place / "log", cwd=place, **where, **environment,
+            *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
+            log=place / "log", cwd=cwd or place, **where, **environment,
         )  # fmt: skip
         began = time.monotonic()
         while not self._is_ready():

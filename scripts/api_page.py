@@ -113,7 +113,7 @@ NOTES = {
     "chat echo": "a parameter of plain completions",
     "prompt": "a text, texts, token ids, or lists of them",
 }
-"""What else there is to say of a parameter, or of that of one endpoint."""
+"""Notes on a parameter, or on that of one endpoint."""
 SAID_IN_NOTES = ("tool_choice", "reasoning_effort")
 """Parameters whose note has the values that any worker takes."""
 CALLERS = {
@@ -137,7 +137,7 @@ OF_RESPONSES = {
     "stream": "typed events",
     "stream_options": "`include_obfuscation: true` is refused",
 }
-"""What else there is to say of a parameter of a response."""
+"""Notes on a parameter of a response."""
 
 
 def tables() -> dict[str, str]:
@@ -211,7 +211,7 @@ def _of_responses() -> str:
 
 
 def _becomes(parameter: Parameter) -> str:
-    """What a parameter of a response is."""
+    """The fate of a parameter of a response, in words."""
     if parameter.fate is Fate.REFUSED:
         return "refused"
     words = [word for name, word in CHAT_WORDS.items() if name.partition(".")[0] == parameter.name]

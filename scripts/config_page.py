@@ -33,7 +33,7 @@ class Key:
     default: object
     """`NODEFAULT`: it must be given."""
     section: inspect.StructType | None
-    """What it opens, if it is a heading."""
+    """The section that it opens, if it is a heading."""
     note: str
 
 

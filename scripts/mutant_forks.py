@@ -18,6 +18,7 @@ import builtins
 import gc
 import importlib.util
 import json
+import math
 import os
 import resource
 import select
@@ -47,7 +48,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is asked to do."""
+    """The mutants and tests of one process, as mutants.py passes them."""
 
     out: int
     jobs: int
@@ -181,7 +182,8 @@ def in_forks(jobs: int, works: Iterable[tuple[int, Callable[[int], None]]]) -> I
             if not got:
                 del running[read]
                 os.close(read)
-                os.waitpid(pid, 0)
+                if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGXCPU:
+                    yield number, json.dumps({"outcome": "timeout", "by": "a loop outside Python"})
                 yield number, ""
 
 
@@ -321,7 +323,10 @@ def trying(
             function.__code__ = code
         for i, item in enumerate(items):
             running = item.nodeid
-            signal.setitimer(signal.ITIMER_PROF, LIMIT_S + PATIENCE * passed[running].seconds)
+            limit_s = LIMIT_S + PATIENCE * passed[running].seconds
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
+            ends_s = math.ceil(time.process_time() + 2 * limit_s) + 1  # A loop in C hears no signal but this.
+            resource.setrlimit(resource.RLIMIT_CPU, (ends_s, resource.RLIM_INFINITY))
             run(items, i)
             if FAILED:
                 end("killed", FAILED[0])

@@ -12,9 +12,11 @@ failure, in a fork of the process that has collected them (mutant_forks.py; no f
 code that runs while modules are imported (defaults, values of classes) is imported by a pytest of its own
 (mutant_import.py), which runs the test files that import the module, and then every other that reaches it.
 
-The result is a JSON file, written after every mutant. A mutant in it is not run again unless it survived and
-has no verdict (`--again`: all are). "verdict" is written by hand into a survivor's row: why no test can
-notice it. The exit status is 1 if more than a tenth of a package's mutants survived.
+The result is a JSON file, written after every mutant, with the commit of the last run. A mutant in it is not
+run again unless it survived and has no verdict, or its function has changed since (`--again`: all are). A run
+of the whole sample drops the rows of mutants that are not in it any more. "verdict" is written by hand into a
+survivor's row: why no test can notice it. The exit status is 1 if more than a tenth of a package's mutants
+survived.
 """
 
 import argparse
@@ -39,6 +41,7 @@ from mutations import Mutation, mutations
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policy", "schedule", "kv")
+COUNT = 60
 DOUBLES = ROOT / "tests/doubles"
 RESULT = ROOT / "docs/results/mutants.json"
 SURVIVORS_MAX = 0.10
@@ -75,6 +78,21 @@ class Candidate:
         """The imported module."""
         return module_of(self.path)
 
+    @property
+    def where(self) -> str:
+        """The changed line."""
+        return f"{self.path.relative_to(ROOT)}:{self.mutation.line}"
+
+    @property
+    def function(self) -> str:
+        """A digest of the innermost function around the change, its comments and layout left out."""
+        tree, line = ast.parse(self.path.read_text()), self.mutation.line
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        around = [node for node in ast.walk(tree) if isinstance(node, kinds)
+                  and node.lineno <= line <= (node.end_lineno or line)]  # fmt: skip
+        found = max(around, key=lambda node: node.lineno, default=tree)
+        return hashlib.sha256(ast.unparse(found).encode()).hexdigest()[:8]
+
 
 @dataclass
 class Row:
@@ -82,15 +100,14 @@ class Row:
 
     name: str
     where: str
-    kind: str
-    before: str
-    after: str
     outcome: str
     """killed, timeout (killed as well) or survived."""
-    by: str
+    by: str = ""
     """The test that failed."""
     tests: list[str] = field(default_factory=list[str])
     """The test files that a survivor met, with how many of their tests run its statement."""
+    function: str = ""
+    """A digest of a survivor's function."""
     verdict: str = ""
 
 
@@ -101,7 +118,7 @@ def main() -> int:
     )
     parser.add_argument("packages", nargs="*", default=PACKAGES, help=f"of {', '.join(PACKAGES)} (all)")
     parser.add_argument("--seed", type=int, default=1, help="which sample (1)")
-    parser.add_argument("--count", type=int, default=60, help="mutants per package (60)")
+    parser.add_argument("--count", type=int, default=COUNT, help=f"mutants per package ({COUNT})")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")
     parser.add_argument("--again", action="store_true", help="run all of them, those with a result too")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"the result ({RESULT.relative_to(ROOT)})")
@@ -109,9 +126,12 @@ def main() -> int:
     result = read(args.out, args.seed)
     known = result.mutants
     samples = {package: sampled(package, args.seed, args.count) for package in args.packages}
+    sample_of_all = [each for sample in samples.values() for each in sample]
+    if set(args.packages) == set(PACKAGES) and args.count >= COUNT:
+        result.keep(sample_of_all)
     ends_at = monotonic() + 60 * args.minutes
     for package, sample in samples.items():
-        todo = [each for each in sample if args.again or is_open(known.get(each.name))]
+        todo = [each for each in sample if args.again or is_open(each, known.get(each.name))]
         for row in run(package, sample, todo, ends_at) if todo else ():
             row.verdict = known[row.name].verdict if row.name in known and row.outcome == "survived" else ""
             known[row.name] = row
@@ -120,13 +140,15 @@ def main() -> int:
         if monotonic() > ends_at:
             print("out of time: run again to go on")
             break
-    sample = [each for package in args.packages for each in samples[package]]
-    return report([known[each.name] for each in sample if each.name in known])
+    write(args.out, result)
+    return report([known[each.name] for each in sample_of_all if each.name in known])
 
 
-def is_open(row: Row | None) -> bool:
-    """Whether a mutant was never run, or survived and nobody has said why."""
-    return row is None or (row.outcome == "survived" and not row.verdict)
+def is_open(each: Candidate, row: Row | None) -> bool:
+    """Whether a mutant was never run, or survived and nobody has said why, or not of today's code."""
+    if row is None or row.outcome != "survived":
+        return row is None
+    return not row.verdict or row.function != each.function
 
 
 def sampled(package: str, seed: int, count: int) -> list[Candidate]:
@@ -223,11 +245,10 @@ def run(package: str, sample: list[Candidate], todo: list[Candidate], ends_at: f
 
 def row_of(each: Candidate, outcome: str, by: str, tests: list[str]) -> Row:
     """A survivor's tests are written down by file, with how many of it ran."""
-    where, change = f"{each.path.relative_to(ROOT)}:{each.mutation.line}", each.mutation
     files = Counter(name.partition("::")[0] for name in tests if outcome == "survived")
     is_by_file = all("::" not in name for name in tests)
     met = [name if is_by_file else f"{name} ({count})" for name, count in sorted(files.items())]
-    return Row(each.name, where, change.kind, change.before, change.after, outcome, by, met)
+    return Row(each.name, each.where, outcome, by, met, each.function if outcome == "survived" else "")
 
 
 class Known:
@@ -258,7 +279,7 @@ class Known:
 def forks(
     package: str, sample: list[Candidate], todo: list[int], known: list[dict[str, Any]], ends_at: float
 ) -> Iterator[dict[str, Any]]:
-    """What mutant_forks.py says, line by line."""
+    """The lines of mutant_forks.py, as they come."""
     read, write = os.pipe()
     job = {
         "out": write, "jobs": os.cpu_count() or 1, "ends_at": ends_at, "todo": todo, "known": known,
@@ -337,6 +358,14 @@ class Result:
     seed: int
     mutants: dict[str, Row] = field(default_factory=dict[str, Row])
 
+    def keep(self, sample: list[Candidate]) -> None:
+        """These alone, where they are today."""
+        where = {each.name: each.where for each in sample}
+        for name in self.mutants.keys() - where.keys():
+            del self.mutants[name]
+        for name, row in self.mutants.items():
+            row.where = where[name]
+
 
 def read(path: Path, seed: int) -> Result:
     """An earlier run's result, if there is one."""
@@ -347,10 +376,20 @@ def read(path: Path, seed: int) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """A line for each row, sorted, so that two runs compare line by line."""
-    listed = [json.dumps(asdict(result.mutants[name])) for name in sorted(result.mutants)]
+    """A line for each row, sorted, so that two runs compare line by line; nothing of what is empty."""
+    listed = [
+        json.dumps({key: value for key, value in asdict(result.mutants[name]).items() if value})
+        for name in sorted(result.mutants)
+    ]
     rows = ",\n ".join(listed)
-    path.write_text(f'{{"seed": {result.seed}, "mutants": [\n {rows}\n]}}\n')
+    path.write_text(f'{{"seed": {result.seed}, "commit": "{commit()}", "mutants": [\n {rows}\n]}}\n')
+
+
+@cache
+def commit() -> str:
+    """Of this tree."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def report(rows: list[Row]) -> int:

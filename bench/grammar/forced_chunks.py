@@ -3,8 +3,9 @@
     python -m bench.grammar.forced_chunks [MODEL_DIR] [--batches 1 8 32] [--rounds 3] [--shape 28m]
 
 Of each step in the runner: its tokens, its wall time, and the time of its kernels by their own clock.
-`outside` is what is no kernel: tables, the draw, grammars. `peak` is the rate of the layers' products in
-steps of up to 512 prompt tokens, where each weight that is read serves the most tokens. From these:
+`outside` is the rest, which is no kernel: tables, the draw, grammars. `peak` is the rate of the layers'
+products in steps of up to 512 prompt tokens, where each weight that is read serves the most tokens. From
+these:
 
     faster             time per token of free text over that of long keys, whole answers
     asked              0.8 / (1 - forced share)
@@ -50,7 +51,7 @@ class Step:
         return sum(self.parts_s[name] for name in PRODUCTS)
 
     def outside_s(self) -> float:
-        """What is no kernel: tables, the draw, grammars."""
+        """The rest, which is no kernel: tables, the draw, grammars."""
         return self.wall_s - sum(self.parts_s.values())
 
 

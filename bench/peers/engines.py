@@ -28,7 +28,7 @@ LOWERED = {
         "MKL_CBWR": "AVX2",
     },
 }
-"""What makes our engine and torch's libraries compute with no more than that."""
+"""Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
 KV_GIB = 1

@@ -54,7 +54,7 @@ from penstock.sim.traffic.workload import Arrivals, Poisson, Spike
 from penstock.sim.world.scaling import Decider, ScalingSpec
 
 WORKER_RPS = 0.4
-"""What one worker was measured to do with 98 % of answers as promised."""
+"""The measured rate of one worker with 98 % of answers as promised."""
 CONCURRENT = 6
 """Requests at a worker then."""
 

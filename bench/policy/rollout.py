@@ -72,7 +72,7 @@ class Noise:
 
 
 def fitted(path: Path) -> Noise:
-    """What rows and uncached tokens leave of the variance of a real rollout's times."""
+    """The noise of a real rollout's times, less what rows and uncached tokens explain."""
     found = msgspec.json.decode(path.read_bytes())
     (rollout,) = msgspec.convert(found["rollouts"] if isinstance(found, dict) else found, list[Rollout])
 

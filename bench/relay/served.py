@@ -88,7 +88,7 @@ def summary(ready_s: float, report: dict, client: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure `penstock serve` and the relay.")
+    parser = argparse.ArgumentParser(description="Measure `penstock serve`.")
     parser.add_argument(
         "serve", nargs="*", help="arguments of `penstock serve`, after -- (default: the demo model)"
     )
@@ -102,7 +102,14 @@ def main() -> int:
     flags = ["--concurrency", args.concurrency, "--seed", args.seed]
     flags += ["--requests", args.requests] if args.requests else ["--duration", args.duration]
     key, place = rng.fresh_token(), OUT / "serve"
-    with Served(place, "", command=(*PENSTOCK, "serve", *args.serve), PENSTOCK_API_KEY=key) as served:
+    command = (
+        *PENSTOCK,
+        "serve",
+        "--log-level",
+        "warning",
+        *args.serve,
+    )  # No access log of what is measured.
+    with Served(place, "", command=command, cwd=Path.cwd(), PENSTOCK_API_KEY=key) as served:
         url = f"http://127.0.0.1:{served.port}/v1"
         report = measure(url, key, OUT / f"serve-{stamp}.json", flags)
     with scripted() as url:

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,8 +30,8 @@ import msgspec
 import uvloop
 
 from bench.harness import command_line
-from bench.process import free_port
-from bench.sim.modelled_runner import VOCAB_SIZE, Modelled, OnDevice
+from bench.process import Process, free_port
+from bench.sim.modelled_runner import RUNNER, VOCAB_SIZE, Modelled, OnDevice, modelled_worker
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import LoadTally, Stopwatch
@@ -167,29 +166,17 @@ def real_stack(place: Path) -> Iterator[str]:
     launch = WorkerLaunch(
         model_path="modelled", model_name="m", address=address, hash_key=b"fidelity" * 4,
         engine=EngineSettings(max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, overlap="off"),
-        runner="bench.sim.modelled_runner:build_runner",
+        runner=RUNNER,
     )  # fmt: skip
     environ = modelled().environment(str(REPOSITORY))
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "penstock.engine.worker"], stdin=subprocess.PIPE, env=environ,
-        stderr=(place / "worker.log").open("wb"),
-    )  # fmt: skip
-    gateway = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "bench/relay/gateway.py"), str(place / "worker.sock"), str(port),
-        "access,auth"], env=environ, stderr=(place / "gateway.log").open("wb"),
-    )  # fmt: skip
-    try:
-        assert worker.stdin is not None
-        worker.stdin.write(msgspec.json.encode(launch) + b"\n")
-        worker.stdin.flush()
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        for process in (gateway, worker):
-            process.terminate()
-        for process in (gateway, worker):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
+    script, features = REPOSITORY / "bench/relay/gateway.py", "access,auth"
+    command = (sys.executable, str(script), str(place / "worker.sock"), str(port), features)
+    with modelled_worker(place, launch, environ):
+        gateway = Process(*command, log=place / "gateway.log", **environ)
+        try:
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            gateway.end()
 
 
 async def wait_ready(url: str, place: Path) -> None:

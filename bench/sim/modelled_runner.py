@@ -1,13 +1,17 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim/fidelity.py and tests/doubles/modelled_load.py start
-(`runner="bench.sim.modelled_runner:build_runner"`, the repository on PYTHONPATH). The model is in the
-environment, as JSON of `Modelled`: `environment` writes it.
+`modelled_worker` starts worker processes that name it (`runner=RUNNER`, the repository on PYTHONPATH), for
+bench/sim/fidelity.py and tests/doubles/modelled_load.py. The model is in the environment, as JSON of
+`Modelled`: `environment` writes it.
 """
 
+import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -15,16 +19,20 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
 from penstock.planning.step_time import LinearStepTime, StepTime
+from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
 from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"
+RUNNER = "bench.sim.modelled_runner:build_runner"
 VOCAB_SIZE = 16_384
 FIRST_TOKEN = 300
 SPIN_NS = 1_000_000
 """The last part of a step is spun through: a sleep ends up to a scheduler's tick late."""
+END_S = 20.0
+"""A worker that ends later than so is killed."""
 
 
 class OnDevice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,3 +110,25 @@ def build_runner(
     progress("modelling", 0, 0)
     modelled = msgspec.json.decode(os.environ[VARIABLE], type=Modelled)
     return ModelledRunner(modelled, config.max_running, clock)
+
+
+@contextlib.contextmanager
+def modelled_worker(place: Path, launch: WorkerLaunch, environ: Mapping[str, str]) -> Iterator[None]:
+    """A worker process, from its launch to its end. Its log is worker.log in `place`."""
+    with (place / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.engine.worker"], stdin=subprocess.PIPE, stderr=log, env=environ
+        )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        process.stdin.flush()
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdin.close()

@@ -89,7 +89,8 @@ def test_out_and_in_again_while_streams_run(place: Place, capsys: pytest.Capture
         assert [each.result() for each in streams] == ["length"] * 12, "no stream is cut"
     server.until(lambda: len(place.admin("GET", "/admin/workers").json()["workers"]) == 1, "two have left")
     leaves = Counter(re.findall(r"a worker leaves +worker=(river-\d)", server.err.read_text()))
-    assert leaves == dict.fromkeys(("river-1", "river-2"), 1 + PROCESSES), "nobody joined one again"
+    # Those with least to do, which may be the first one, too.
+    assert list(leaves.values()) == [1 + PROCESSES] * 2, "nobody joined one again"
     assert main(["scale", "river", "--auto", *flags]) == 0
     report = place.admin("GET", "/admin/scale?model=river").json()["models"][0]
     assert report["override"] is None

@@ -58,10 +58,16 @@ def ledger(tmp_path: Path) -> Path:
     place.mkdir()
     sink = SqliteSink(ledger_segment.database_path(place), ManualClock())
     sink.write(
-        closed(
-            str(n), tenant="key-17524415", model="penstock-demo", ended_ns=T0_NS + n * DAY_NS, cost_micros=0
-        )
-        for n in range(3)
+        [
+            closed(
+                str(n),
+                tenant="key-17524415",
+                model="penstock-demo",
+                ended_ns=T0_NS + n * DAY_NS,
+                cost_micros=0,
+            )
+            for n in range(3)
+        ]
     )
     sink.close()
     return place

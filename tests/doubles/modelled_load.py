@@ -7,18 +7,15 @@ Twice what it can answer, of three tenants and a fourth one in the band "priorit
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from served import Server
 from tenant_keys import add
 
-from bench.sim.modelled_runner import Linear, Modelled
+from bench.sim.modelled_runner import RUNNER, Linear, Modelled, modelled_worker
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.clock import NS_PER_S, SystemClock, sleep
@@ -47,7 +44,7 @@ FIRST_ID = 400
 
 
 @dataclass
-class Asked:
+class Outcome:
     """The result of one request."""
 
     tenant: str
@@ -57,28 +54,14 @@ class Asked:
 
 @contextmanager
 def worker_of(place: Path) -> Iterator[dict[str, object]]:
-    """Starts it; what the configuration says of it."""
+    """Start it; yields its entry of the configuration."""
     address = f"unix:{place}/worker.sock"
     launch = WorkerLaunch(
         model_path="modelled", model_name="m", address=address, hash_key=b"overload" * 4,
-        engine=EngineSettings(max_running=ROWS, kv_memory_bytes=1, scheduling="fair"),
-        runner="bench.sim.modelled_runner:build_runner",
+        engine=EngineSettings(max_running=ROWS, kv_memory_bytes=1, scheduling="fair"), runner=RUNNER,
     )  # fmt: skip
-    with (place / "worker").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.worker"], stdin=subprocess.PIPE, stderr=log,
-            env=MODELLED.environment(str(REPOSITORY)),
-        )  # fmt: skip
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        process.stdin.flush()
+    with modelled_worker(place, launch, MODELLED.environment(str(REPOSITORY))):
         yield {"url": address, "engine": "penstock"}
-    finally:
-        process.terminate()
-        process.wait(20)
-        if process.stdin is not None:
-            process.stdin.close()
 
 
 def body(request: SimRequest) -> bytes:
@@ -105,22 +88,22 @@ class _Body:
 
 async def load(
     url: str, keys: Mapping[str, str], requests: Sequence[tuple[SimRequest, bytes]]
-) -> list[Asked]:
+) -> list[Outcome]:
     limits = ClientLimits(request_timeout_s=120)
     clients = {name: Client(ApiAddress.parse(url), key=key, limits=limits) for name, key in keys.items()}
     for client in clients.values():  # The cost of the first request of a process belongs to none of them.
         await client.post(
             "/completions", json.dumps({"model": "m", "prompt": [400], "max_tokens": 1}).encode()
         )
-    began_ns, found = CLOCK.now_ns() + NS_PER_S, list[Asked]()
+    began_ns, found = CLOCK.now_ns() + NS_PER_S, list[Outcome]()
 
     async def one(request: SimRequest, content: bytes) -> None:
         await sleep(max(0, began_ns + request.at_ns - CLOCK.now_ns()) / NS_PER_S)
-        sink, asked = _Body(), Asked(request.tenant)
-        found.append(asked)
+        sink, outcome = _Body(), Outcome(request.tenant)
+        found.append(outcome)
         answer = await clients[request.tenant].post("/completions", content, sink)
-        asked.is_ok = answer.status == 200 and sink.is_done
-        asked.is_refused = answer.status in (429, 503)
+        outcome.is_ok = answer.status == 200 and sink.is_done
+        outcome.is_refused = answer.status in (429, 503)
 
     async with asyncio.TaskGroup() as group:
         for request, content in requests:
@@ -130,7 +113,7 @@ async def load(
     return found
 
 
-def served(place: Path, *, processes: int, seconds: float, seed: int) -> list[Asked]:
+def served(place: Path, *, processes: int, seconds: float, seed: int) -> list[Outcome]:
     """So many seconds of the load."""
     requests = [(each, body(each)) for each in merged((SOURCE,), seed, seconds)]
     with worker_of(place) as worker:

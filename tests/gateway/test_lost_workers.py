@@ -112,9 +112,12 @@ def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, t
                     for worker in workers:
                         await worker.wait_ready()
             await gateway.stop()
+            settled.append(gateway._policies.limits.limiter.settled)
 
+    settled: list[int] = []
     uvloop.run(main())
-    rows = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
-        "SELECT attempts, outcome, completion_tokens FROM usage ORDER BY ended_ns"
-    )
-    assert [row[:2] for row in rows] == [(1, "finished")] * 2 + [(2, "finished")] * 2
+    ledger = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")
+    rows = ledger.execute("SELECT attempts, outcome FROM usage ORDER BY ended_ns").fetchall()
+    assert rows == [(1, "finished")] * 2 + [(2, "finished")] * 2
+    (tokens,) = ledger.execute("SELECT sum(prompt_tokens + completion_tokens) FROM usage").fetchone()
+    assert settled == [tokens], "the limiter counts what the ledger has"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
 from penstock.clock import NS_PER_MS
+from penstock.kv.hashing import token_array
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.prefill_budget import UNTRUSTED_ROWS, LatencyTargets
 from penstock.schedule.step_time import StepCost, StepLoad
@@ -113,6 +114,20 @@ def test_who_waits_starts_when_one_ends_or_is_aborted() -> None:
         engine.abort(name)
     engine.rows_over(20)
     assert engine.scheduler.statistics().running == pytest.approx(before, abs=1)
+
+
+def test_steps_done_at_once_count_for_who_waits_to_ask_again() -> None:
+    engine = SlowRows(targets=tpot(20)).taught()
+    flood(engine, 30, max_tokens=2000)
+    engine.rows_over(80)
+    while not (left := engine.scheduler.fast_forward_max(1000)):
+        engine.step()
+    for count in range(1, left + 1):
+        began_ns = engine.clock.now_ns()
+        engine.clock.advance(20 * NS_PER_MS)
+        times_ns = [began_ns, engine.clock.now_ns()]
+        engine.scheduler.fast_forward(times_ns, lambda rows, num: [token_array([1] * num) for _ in rows])
+        assert engine.scheduler.fast_forward_max(1000) == left - count
 
 
 def test_on_an_unknown_machine_the_batch_grows_step_by_step() -> None:

@@ -26,9 +26,13 @@ class Loop:
         while n > 0:
             n -= 1
         return n
+
+
+def summed(n):
+    return sum(range(n // 10**9))
 """
 TESTS = """
-from mutable import Loop, double
+from mutable import Loop, double, summed
 
 
 def test_small():
@@ -41,6 +45,10 @@ def test_large():
 
 def test_loop():
     assert Loop().until(5) == 0
+
+
+def test_loop_in_c():
+    assert summed(4 * 10**9) == 6
 """
 KEYS = {
     "double: arithmetic: x * times -> x // times": "killed",
@@ -48,6 +56,7 @@ KEYS = {
     "double: constant: 2 -> 3": "at import",
     "unused: return: return x + 1 -> return None": "survived",
     "Loop.until: delete: n -= 1 -> pass": "timeout",
+    "summed: arithmetic: n // 10 ** 9 -> n * 10 ** 9": "timeout",
 }
 
 
@@ -74,7 +83,7 @@ def test_each_mutant_meets_the_tests_that_run_its_statement(tmp_path: Path) -> N
             found = [json.loads(line) for line in lines]
     assert process.returncode == 0
     tests = {line["test"].partition("::")[2]: set(line["probes"]) for line in found if "test" in line}
-    assert tests == {"test_small": {0, 1}, "test_large": {1}, "test_loop": {4}}
+    assert tests == {"test_small": {0, 1}, "test_large": {1}, "test_loop": {4}, "test_loop_in_c": {5}}
     mutants = {line["mutant"]: line for line in found if "mutant" in line}
     assert {key: mutants[number]["outcome"] for number, key in enumerate(KEYS)} == KEYS
     assert mutants[0]["by"].endswith("::test_small")

@@ -4,7 +4,7 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-`Dispatcher` is the driver's `Workers` and `Clients`; its `Records` are in records.py.
+`Dispatcher` is the driver's `Workers` and `Clients`; its `Records` are in telemetry/ledger.py.
 """
 
 import asyncio
