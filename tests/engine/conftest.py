@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,3 +53,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama 3 checkpoint, float32, head size and hidden size that fill no vector register."""
     model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5, head_dim=24)
     return save(model, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a smaller one that is the same function: all its guesses are right."""
+    place = tmp_path_factory.mktemp("pair")
+    target, draft = tiny_model("qwen3", num_hidden_layers=4), tiny_model("qwen3", num_hidden_layers=3)
+    last = cast(Any, target).model.layers[3]
+    with torch.no_grad():
+        last.self_attn.o_proj.weight.zero_()
+        last.mlp.down_proj.weight.zero_()
+    known = target.state_dict()
+    draft.load_state_dict({name: known[name] for name in draft.state_dict()})
+    return save(target, place / "target"), save(draft, place / "draft")

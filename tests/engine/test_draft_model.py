@@ -6,11 +6,10 @@ where the draft's KV is, and one that is not tells of a mistake.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine_driver import Driver, tiny_runner
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
@@ -33,20 +32,6 @@ HOW = [
     SamplingParams(temperature=1.2, seed=6, top_p=0.9, max_tokens=40),
     SamplingParams(temperature=0.8, seed=7, min_p=0.05, max_tokens=40, logprobs=1),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The larger model, and the one that guesses for it."""
-    place = tmp_path_factory.mktemp("pair")
-    target, draft = tiny_model("qwen3", num_hidden_layers=4), tiny_model("qwen3", num_hidden_layers=3)
-    last = cast(Any, target).model.layers[3]
-    with torch.no_grad():
-        last.self_attn.o_proj.weight.zero_()
-        last.mlp.down_proj.weight.zero_()
-    known = target.state_dict()
-    draft.load_state_dict({name: known[name] for name in draft.state_dict()})
-    return save(target, place / "target"), save(draft, place / "draft")
 
 
 class Misled:
