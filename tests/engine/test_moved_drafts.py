@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
@@ -26,7 +27,7 @@ MAX_TOKENS = 90
 COPIED = (7, 3, 9, 4, 12, 5) * 6
 
 
-def requests_of(**how: object) -> list[GenerateRequest]:
+def requests_of(**how: Any) -> list[GenerateRequest]:
     """A greedy one, and one that is drawn as `how` says. A third would get no drafts: a step has 32, and two
     rows take 16 each where all are worth it.
     """
@@ -160,11 +161,13 @@ def test_the_answer_is_that_of_one_worker_without_drafts(
             worker.step()
         assert len(worker.streams) == len(requests), "all are in their middle"
         worker.give_up(how)
+        assert [client.ends[-1].resume for client in clients] == [
+            tuple(client.token_ids) for client in clients
+        ]
         requests = [
-            replace(request, request_id=RequestId(f"{request.request_id}+"), resumed=client.ends[-1].resume)
+            replace(request, request_id=RequestId(f"{request.request_id}+"), resumed=tuple(client.token_ids))
             for request, client in zip(requests, clients, strict=True)
         ]
-        assert [list(each.resumed) for each in requests] == [each.token_ids for each in clients]
     last = workers[0] if how == "drained" else speculating(pair, kind, unmoved, overlap)
     last.start(requests, clients)
     last.finish()
