@@ -21,7 +21,7 @@ import torch
 
 from bench.engine.native_decoder import MODELS, Side
 from bench.harness import command_line, write_result
-from penstock.engine.adapters.files import AdapterWeights, LoraPart
+from penstock.engine.adapters.files import AdapterWeights, LoraPart, never
 from penstock.engine.adapters.native_layout import NativePacked, NativePacker
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import NativeAttention
@@ -53,7 +53,7 @@ def made_adapter(spec: DecoderSpec, rank: int, seed: int, kernels: NativeLibrary
         for _ in range(spec.num_layers)
     )
     config = AdapterConfig(rank=rank, alpha=rank, is_stabilised=False, has_ranks=False, alphas=(), base="")
-    return NativePacker(spec, kernels).pack(AdapterWeights(f"{seed}", layers, config))
+    return NativePacker(spec, kernels).pack(AdapterWeights(f"{seed}", layers, config), never)
 
 
 class Build:

@@ -1,11 +1,12 @@
 """The gaps between tokens of 32 streams while an adapter (LoRA) is loaded beside them.
 
-    python -m bench.engine.lora_loading [--shape 494m] [--streams 32] [--rank 16] [--rounds 40] [--json FILE]
+    python -m bench.engine.lora_loading [--shape 494m] [--streams 32] [--rank 16] [--rounds 40] [--awaited]
+        [--json FILE]
 
 A worker process as a launcher starts it, spoken to over its socket, answers all streams at once. In every
 round `--steps` gaps are taken without a load, then an adapter is ordered and the gaps are taken until it is
-in memory, at least as many. Told are the percentiles of both, and the ratio of the 99th; a gap is the time
-between two messages that carry tokens of all streams.
+in memory, at least as many (`--awaited`: as for a request that waits for it). Told are the percentiles of
+both, and the ratio of the 99th; a gap is the time between two messages that carry tokens of all streams.
 """
 
 import json
@@ -87,11 +88,11 @@ class Streams:
         """Of so many steps, with nothing beside them."""
         return [self._step() for _ in range(steps)]
 
-    def gaps_with_load(self, steps: int, name: str, path: Path) -> list[float]:
+    def gaps_with_load(self, steps: int, order: LoadAdapter) -> list[float]:
         """Until the adapter is in memory, and of so many steps at least."""
-        self._client.send(LoadAdapter(name=name, path=str(path)))
+        self._client.send(order)
         found: list[float] = []
-        while len(found) < steps or name not in self.loaded:
+        while len(found) < steps or order.name not in self.loaded:
             found.append(self._step())
         return found
 
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--awaited", action="store_true")
     args = parser.parse_args()
     model = make_model(SHAPES[args.shape], WORK / args.shape)
     spec, _ = read_spec(model)
@@ -127,7 +129,9 @@ def main() -> None:
             streams.gaps(8)  # The first ones read prompts beside.
             for i in range(args.rounds):
                 plain += streams.gaps(args.steps)
-                loading += streams.gaps_with_load(args.steps, f"lora-{i}", made[i % DIRECTORIES])
+                path = str(made[i % DIRECTORIES])
+                order = LoadAdapter(name=f"lora-{i}", path=path, is_wanted=args.awaited)
+                loading += streams.gaps_with_load(args.steps, order)
         finally:
             process.end()
     found = {

@@ -113,7 +113,7 @@ class RowTables:
         if proposer is None:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         proposer.begin(plan, fresh)
-        if max([work.drafts for work in plan.work]) == 0:
+        if not any(work.drafts for work in plan.work):
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         limit = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
         drafted, where = np.zeros_like(limit), np.flatnonzero(limit)

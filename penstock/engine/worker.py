@@ -286,7 +286,7 @@ def run_steps(
         if wait:
             watch.rests()
         if core.adapters is not None:
-            core.adapters.pauses.steps_run(not wait)
+            core.adapters.steps_run(not wait)
         gathers_s = core.gathers_s
         mail = mailbox.take(wait=wait or gathers_s > 0, sleep_s=gathers_s or core.rest_s)
         watch.begins()

@@ -102,7 +102,7 @@ class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
 
     units: tuple[tuple[str, int, TenantId, int], ...]
     """Model, band by its place in the configuration, tenant, and what its counter grew by
-    (schedule/queue.py)."""
+    (schedule/fair_share.py)."""
 
 
 class EndedRequests(msgspec.Struct, frozen=True, tag="ended"):

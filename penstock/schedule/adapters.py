@@ -108,6 +108,7 @@ class AdapterPool(Generic[R]):
         self.reading: PooledAdapter | None = None
         """The one that is being read."""
         self._is_first = False
+        self._is_urgent = False
         self._coming_bytes = 0
         """Of what is read because requests wait for it."""
         self._began_ns = 0
@@ -122,6 +123,13 @@ class AdapterPool(Generic[R]):
     def num_waiting(self) -> int:
         """Requests that wait for an adapter."""
         return len(self._waiting)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests, here or on their way, wait for the end of what is being read, or for what is read
+        after it.
+        """
+        return self.reading is not None and (self._is_urgent or bool(self._wanted))
 
     @property
     def room(self) -> int:
@@ -290,7 +298,9 @@ class AdapterPool(Generic[R]):
         return has_slot and pinned + entry.num_bytes + self._coming_bytes <= self._bytes_max
 
     def _want(self, entry: PooledAdapter) -> None:
-        if entry is not self.reading:
+        if entry is self.reading:
+            self._is_urgent = True
+        else:
             self._wanted[entry] = None
             self._read_next()
 
@@ -304,7 +314,8 @@ class AdapterPool(Generic[R]):
         if entry is None:
             return
         assert entry.packed is None, f"{entry.name} is in memory"
-        self.reading, self._is_first = entry, urgent is None and entry in self._unread
+        self.reading, self._is_urgent = entry, urgent is not None
+        self._is_first = urgent is None and entry in self._unread
         self._began_ns = self._clock.now_ns()
         self._coming_bytes = entry.num_bytes if urgent is not None else 0
         self._wanted.pop(entry, None)

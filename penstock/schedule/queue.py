@@ -5,9 +5,6 @@ FCFSQueue      smaller priority first, then earlier arrival: a class can starve 
 OrderedQueue   by `aged_order` the same, but a class is only worth so many seconds of waiting: none starves
 ClassQueue     by tenant in each class, the least served first; a class goes first until those below have
                waited long enough
-
-Service is counted by the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
-(OSDI 2024), in the gateway's queue too (policy/queueing/band.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +14,7 @@ from typing import NamedTuple, Protocol
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.schedule.request import Request
 from penstock.types import RequestId
 
@@ -147,37 +145,8 @@ class OrderedQueue:
         return len(self._waiting)
 
 
-PROMPT_COST, CACHED_COST, OUTPUT_COST = 10, 1, 20
-"""Of a prompt token that is computed, of one that a prefix cache holds and of one that is generated: in
-tenths of the first."""
-UNIT = 1000
-"""Counters are integers, in so many parts of a tenth: nothing drifts, and equal service is equal."""
-
-
-def cost(prompt: int, cached: int, output: int) -> int:
-    """The cost of serving so many tokens, in tenths of a computed prompt token."""
-    return PROMPT_COST * prompt + CACHED_COST * cached + OUTPUT_COST * output
-
-
-def share(tenths: int, weight: float) -> int:
-    """The amount that a cost adds to the counter of a tenant with this weight."""
-    assert weight > 0, weight
-    return round(tenths * UNIT / weight)
-
-
-class ServiceCounter:
-    """The service that one tenant has received."""
-
-    __slots__ = ("served",)
-
-    def __init__(self) -> None:
-        self.served = 0
-
-    def lift(self, floor: int) -> None:
-        """The tenant comes back: it competes from `floor`, the smallest counter of those that wait."""
-        self.served = max(self.served, floor)
-
-
+# Fair shares between tenants, by the virtual token counter (`fair_share`).
+#
 # Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key
 # with the smallest counter goes first. A key that comes back to the queue is lifted to the smallest
 # counter of those that wait (if none does: to that of the key that left the queue last). For as long as

@@ -28,6 +28,7 @@ The guesses, and the proposer, are not known here. Nothing here decides what is 
 only if it is the token that is drawn (`engine/speculation.py`).
 """
 
+import math
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Protocol
@@ -55,8 +56,6 @@ ACCOUNT_STEPS_MAX = 16
 """Gains count for no more than so many steps' time: another load may come."""
 REST_STEPS = 8
 """After a look at a batch in which no draft paid, the next one comes so many steps later."""
-_LOOK_AGAIN = 1 << 20
-"""Makes any number of rows look like far fewer than there were."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
@@ -88,8 +87,8 @@ class Speculation:
     """One engine's."""
 
     __slots__ = (
-        "_account_ns", "_draft_ns", "_drafting", "_estimate", "_hits", "_laws", "_model", "_num_rows",
-        "_rest", "_saved_ns", "_tries", "_worth",
+        "_account_ns", "_draft_ns", "_drafting", "_ends_at", "_estimate", "_hits", "_laws", "_model",
+        "_saved_ns", "_since", "_tries", "_worth",
     )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
@@ -101,12 +100,13 @@ class Speculation:
         self._hits = self._tries = 0.0  # As of one request, but of all.
         self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
         self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
-        self._rest = self._num_rows = 0  # Looks to skip, while about so many rows decode.
+        self._since = 0  # Steps since the last look.
+        self._ends_at = math.inf  # No look is needed while more rows decode; infinite: one is.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
-        self._num_rows *= _LOOK_AGAIN
+        self._ends_at = math.inf
         self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
         self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
@@ -115,10 +115,8 @@ class Speculation:
         """Whether nothing need be chosen for the next step, in which so many rows decode: O(1), since it is
         asked in every step.
         """
-        if not self._rest or num_rows * 8 <= self._num_rows * 7:
-            return False
-        self._rest -= 1
-        return True
+        self._since += 1
+        return self._since < REST_STEPS and num_rows > self._ends_at
 
     def choose(self, rows: Sequence[Request], load: StepLoad, room: int) -> list[tuple[int, int]]:
         """(place in `rows`, how many drafts) of those that get any; `load` is the step's without them, and
@@ -126,10 +124,10 @@ class Speculation:
         """
         num_passes = self._drafting.num_observed
         is_known = self._model.num_observed >= KNOWN_STEPS and not 0 < num_passes < KNOWN_STEPS
-        num_steps = REST_STEPS - self._rest if self._num_rows else 1  # Since the last look.
+        num_steps = max(self._since, 1)
         found = self._looked(rows, load, min(room, STEP_DRAFTS_MAX), num_steps, is_known=is_known)
         rests = is_known and self._worth and rows and not found
-        self._rest, self._num_rows = (REST_STEPS - 1, len(rows)) if rests else (0, 0)
+        self._since, self._ends_at = 0, len(rows) * 7 / 8 if rests else math.inf
         return found
 
     def _looked(

@@ -283,6 +283,30 @@ def test_one_that_will_be_asked_for_is_read_before_those_that_nobody_has_asked_f
     assert driven.manager.reported().room == POOL_BYTES // 40
 
 
+def test_what_is_read_is_awaited_by_requests_for_it_and_for_what_is_read_next() -> None:
+    driven = Driven()
+    pool = driven.manager.pool
+    driven.reader.may_go_on.clear()
+    driven.order("a")
+    assert not pool.is_awaited
+    driven.ask("a")
+    assert pool.is_awaited
+    driven.reader.may_go_on.set()
+    driven.read()
+    assert not pool.is_awaited
+    driven.reader.may_go_on.clear()
+    driven.order("b")
+    assert not pool.is_awaited
+    driven.note(driven.manager.take_order(LoadAdapter(name="c", path="/x/c", is_wanted=True)))
+    assert pool.is_awaited, "the next one is, and comes after this one"
+    driven.reader.may_go_on.set()
+    driven.read()
+    assert pool.is_awaited
+    driven.read()
+    assert driven.reader.read_names == ["a", "b", "c"]
+    assert not pool.is_awaited
+
+
 def test_memory_is_never_exceeded_by_what_is_in_use_and_nobody_starves() -> None:
     driven = Driven(slots=3)
     driven.load("a", "b", "c")

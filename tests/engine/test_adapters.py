@@ -294,6 +294,22 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         read(runner, adapter)
 
 
+def test_a_load_may_pause_after_each_piece_of_its_work(
+    runner: Runner, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner.adapters is not None
+    tensors, num_pauses = load_file(adapter / WEIGHTS_FILE), list[int]()
+    for read_bytes in (1 << 20, 1000):
+        counted: list[None] = []
+        monkeypatch.setattr(files, "_READ_BYTES", read_bytes)
+        runner.adapters.read(adapter, "", lambda counted=counted: counted.append(None))
+        num_pauses.append(len(counted))
+    size = (adapter / WEIGHTS_FILE).stat().st_size
+    assert 1000 < size < 1 << 20
+    assert num_pauses[0] >= 1 + len(tensors) // 2 + 3, "the digest, pairs, and each layer's linears"
+    assert num_pauses[1] == num_pauses[0] + (size - 1) // 1000
+
+
 def test_an_alpha_goes_by_the_end_of_the_path() -> None:
     config = read_adapter_config(
         b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {"proj": 1, "mlp.proj": 2}}', "x"

@@ -14,7 +14,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.terms import BandTerms, QueueTerms
-from penstock.schedule.queue import UNIT, cost, share
+from penstock.schedule.fair_share import UNIT, cost, share
 from penstock.types import RequestId, TenantId
 
 _numbers = count()

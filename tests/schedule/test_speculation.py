@@ -316,3 +316,12 @@ def test_a_batch_in_which_no_draft_pays_is_looked_at_again_after_some_steps() ->
     assert not speculation.rests(28)
     assert counts_of(speculation, []) == []
     assert not speculation.rests(1)
+
+
+def test_a_batch_that_rests_is_looked_at_when_a_draft_of_it_was_right_or_wrong() -> None:
+    """A draft may be in flight while nothing is chosen."""
+    speculation, rows = guesser(20_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)]
+    assert counts_of(speculation, rows) == [0] * 4
+    assert speculation.rests(4)
+    speculation.learn(rows[0], 2, 1)
+    assert not speculation.rests(4)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer, never
+from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer
 from penstock.engine.adapters.native_layout import NativePacker
 from penstock.engine.arrays import Int32Array
 from penstock.engine.layers.linear import Calls, Linear, TorchLinear, torch_linear
@@ -98,7 +98,7 @@ class TorchPacker:
     def __init__(self, rows_max: int) -> None:
         self._rows_max, self._calls = rows_max, Calls(torch.float32)
 
-    def pack(self, weights: AdapterWeights, pause: Callable[[], None] = never) -> TorchPacked:
+    def pack(self, weights: AdapterWeights, pause: Callable[[], None]) -> TorchPacked:
         """See `Packer`."""
         num_bytes = 0
 

@@ -94,11 +94,10 @@ class AdapterManager:
         self.pool: AdapterPool[WaitingRequest] = AdapterPool(
             clock, slots=slots, bytes_max=reader.bytes_max, read=self._jobs.put
         )
-        self.pauses = Pauses(clock)
-        """To be told whether steps run."""
+        self._pauses = Pauses(clock)
         self._thread = Thread(
             target=_read_all,
-            args=(self._jobs, reader, fetcher, post, self.pauses),
+            args=(self._jobs, reader, fetcher, post, self._pauses),
             name="worker-adapters",
             daemon=True,
         )
@@ -112,6 +111,11 @@ class AdapterManager:
     def close(self) -> None:
         """Read nothing more; an adapter that is being read is dropped."""
         self._jobs.put(None)
+        self._pauses.steps_run(False)
+
+    def steps_run(self, run: bool) -> None:
+        """Whether steps follow one another now: the thread that reads leaves them time."""
+        self._pauses.steps_run(run, is_awaited=self.pool.is_awaited)
 
     @property
     def num_waiting(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.files import AdapterWeights, LoraPart, never
+from penstock.engine.adapters.files import AdapterWeights, LoraPart
 from penstock.engine.native.library import AdapterLayer, AdapterLinear, AdapterPart, NativeLibrary
 from penstock.models.adapters import FUSED
 from penstock.models.spec import DecoderSpec
@@ -61,7 +61,7 @@ class NativePacker:
     def __init__(self, spec: DecoderSpec, kernels: NativeLibrary) -> None:
         self._inner, self._kernels = spec.intermediate_size, kernels
 
-    def pack(self, weights: AdapterWeights, pause: Callable[[], None] = never) -> NativePacked:
+    def pack(self, weights: AdapterWeights, pause: Callable[[], None]) -> NativePacked:
         """See `Packer`."""
         linears = [layer.get(fused, ()) for layer in weights.layers for fused in FUSED]
         buffer = _Buffer(sum(map(_num_bytes, linears)), self._kernels)

@@ -1,6 +1,6 @@
 """One priority band of one model's queue: whose request is next, by what each tenant was served.
 
-The virtual token counter of `schedule/queue.py`, which the engine's own queue uses too, with the same
+The virtual token counter of `schedule/fair_share.py`, which the engine's own queue uses too, with the same
 key. The whole estimate is charged when a request is started, since it could not be taken back from a worker;
 `charge` corrects it. While two tenants both wait, what they are charged differs over any window by at most
 twice the largest single charge; corrections add at most what was misjudged of the work in flight.
@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.terms import BandTerms
-from penstock.schedule.queue import PROMPT_COST, UNIT, ServiceCounter, cost, share
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.types import RequestId, TenantId, WorkerId
 
 _PACE = 16

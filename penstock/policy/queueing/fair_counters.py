@@ -19,7 +19,7 @@ SHARE_S = 0.2
 
 ServedUnits = tuple[str, int, TenantId, int]
 """Model, band by its place in the configuration, tenant, and what its counter grew by
-(schedule/queue.py)."""
+(schedule/fair_share.py)."""
 
 
 class FairCounters:

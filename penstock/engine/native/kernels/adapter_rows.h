@@ -5,25 +5,21 @@
 #include "table.h"
 #include "vec.h"
 
-#include <type_traits>
-
 namespace {
 
 using penstock::AdapterPiece;
 using penstock::AddedHalf;
 using penstock::kAdapterRanks;
-using penstock::Latch;
 using penstock::LinearAdded;
 using penstock::LinearPiece;
 
+constexpr int kTokenBlock = 4;  // tokens that share what is read of a matrix
 constexpr int kChains = 4;      // parts of k that are summed apart: a lone token would wait for each of its products
 constexpr int kMixedRows = 4;  // and rows of different ones
 #ifdef __AVX512F__
-constexpr int kTokenBlock = 8;  // tokens that share what is read of a matrix
-constexpr int kAddRows = 8;     // rows of one adapter whose sums are held in registers at once
+constexpr int kAddRows = 8;  // rows of one adapter whose sums are held in registers at once
 constexpr bool kBothHalves = true;
 #else
-constexpr int kTokenBlock = 4;
 constexpr int kAddRows = 4;
 constexpr bool kBothHalves = false;
 #endif
@@ -76,13 +72,13 @@ static inline void shrink_block(const AdapterPiece *piece, const T *const *x, in
 
 template <class T, int R>
 static inline void shrink_tokens(const AdapterPiece *piece, int64_t token, int64_t first, int64_t last) {
-  constexpr int C = R <= 2 ? 4 : R <= 4 ? 2 : 1;
+  constexpr int C = R <= 2 ? 4 : 2;
   const T *x[R];
   for (int r = 0; r < R; r++) x[r] = (const T *)(piece->x + piece->tokens[token + r] * piece->row_bytes);
   int64_t panel = first;
   for (; panel + 3 <= last; panel += 3) shrink_block<T, R, 3, C>(piece, x, token, panel);
   if (panel + 2 == last) shrink_block<T, R, 2, C>(piece, x, token, panel);
-  if (panel + 1 == last) shrink_block<T, R, 1, R <= 4 ? C : 2>(piece, x, token, panel);
+  if (panel + 1 == last) shrink_block<T, R, 1, C>(piece, x, token, panel);
 }
 
 // Work(R) on as many tokens as are left, R at most.
@@ -146,68 +142,6 @@ struct Add {
   }
 };
 
-// Rows whose sums of both halves of a panel go on in the registers in which the linear's own ended. Rows of one adapter
-// share what is loaded of B; those of different ones take turns, so that none waits for each of its products.
-struct AddedRows {
-  const Latch *ready;
-  int64_t rank;
-  bool shared;
-  struct Row {
-    const char *inner[2], *b[2];  // of each half
-  } row[kAddRows];  // shared: the first one alone, whose `inner` the others' follow
-};
-
-template <class T, int R, int H>
-static inline void add_in_place(const AddedRows *all, F16 (&acc)[R][H]) {
-  using Step = Product<T>;
-  all->ready->wait();
-  if (all->shared) {
-    const AddedRows::Row &row = all->row[0];
-    for (int64_t j = 0; j < all->rank; j += Step::size) {
-      typename Step::Weights w[H];
-      for (int h = 0; h < H; h++) w[h] = Step::weights((const T *)row.b[h] + j * 16);
-      for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++)
-          acc[r][h] = Step::add(acc[r][h], w[h], Step::input((const T *)row.inner[h] + r * kAdapterRanks + j));
-    }
-    return;
-  }
-  auto some = [&](auto from) {
-    constexpr int first = decltype(from)::value, last = first + kMixedRows < R ? first + kMixedRows : R;
-    for (int64_t j = 0; j < all->rank; j += Step::size)
-      for (int r = first; r < last; r++) {
-        const AddedRows::Row &row = all->row[r];
-        for (int h = 0; h < H; h++)
-          acc[r][h] = Step::add(acc[r][h], Step::weights((const T *)row.b[h] + j * 16),
-                                Step::input((const T *)row.inner[h] + j));
-      }
-  };
-  some(std::integral_constant<int, 0>());
-  if constexpr (R > kMixedRows) some(std::integral_constant<int, kMixedRows>());
-}
-
-// Whether all of rows [row, row + rows) have adapters of one rank, and so can be added to in place.
-static inline bool find_added(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, AddedRows *out) {
-  const LinearAdded &all = piece->added;
-  if (!all.adapters || piece->job->x_type != PS_BF16) return false;
-  const int32_t *adapters = all.adapters + row;
-  out->ready = all.ready, out->shared = true;
-  for (int64_t r = 0; r < rows; r++) {
-    if (adapters[r] < 0) return false;
-    out->shared &= adapters[r] == adapters[0];
-  }
-  for (int64_t r = 0; r < (out->shared ? 1 : rows); r++) {
-    const AddedHalf *halves = all.halves + (adapters[r] * all.most + panel - all.panel) * 2;
-    if (r == 0) out->rank = halves[0].rank;
-    for (int h = 0; h < 2; h++) {
-      if (halves[h].rank != out->rank) return false;
-      const bf16 *inner = (const bf16 *)all.inner + all.places[row + r] * kAdapterRanks + halves[h].from;
-      out->row[r].inner[h] = (const char *)inner, out->row[r].b[h] = (const char *)halves[h].b;
-    }
-  }
-  return true;
-}
-
 static inline bool alike(const AddedHalf *a, const AddedHalf *b) {
   return a[0].rank == b[0].rank && a[0].from == b[0].from && a[1].rank == b[1].rank && a[1].from == b[1].from;
 }
@@ -235,7 +169,6 @@ static void add_typed(const LinearPiece *piece, int64_t panel, int64_t row, int6
 
 static __attribute__((noinline)) void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
                                                    float *sums) {
-  piece->added.ready->wait();
   if (piece->job->x_type == PS_BF16)
     add_typed<bf16>(piece, panel, row, rows, sums);
   else

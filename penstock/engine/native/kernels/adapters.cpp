@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 constexpr int64_t kShrinkPanels = 3;  // of ranks, to a chunk of work
-constexpr int64_t kShrinkTokens = 8;
+constexpr int64_t kShrinkTokens = 4;
 constexpr int64_t kAheadEach = kAdapterParts + 1;
 constexpr int64_t kRowsBytes = kRowsMax * 4;
 
@@ -98,7 +98,7 @@ struct Additions {
           at[place] = {(const char *)part->b + group * bytes, (int32_t)part->from, (int32_t)part->rank};
       }
     }
-    out->added = {adapters, places, inner, found, panels_most, panel_first, nullptr};
+    out->added = {adapters, places, inner, found, panels_most, panel_first};
     out->ahead = ahead + worker * kAheadEach * num_segments;
     out->num_ahead = look_ahead(panel_first, panel_last, ahead + worker * kAheadEach * num_segments);
   }

@@ -3,9 +3,12 @@
 #include "ops.h"
 #include "pool.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+
+#include <atomic>
 
 namespace penstock {
 
@@ -69,6 +72,20 @@ int64_t panels_per_chunk(const PsWeight *w, int64_t panels) {
   return max64(1, min64(max64(fewest, kChunkBytes / panel_bytes), ceil_div(panels, num_threads())));
 }
 
+// Pieces of a linear's side that must have ended before others begin.
+struct Latch {
+  std::atomic<int64_t> left;
+  void arrive() { left.fetch_sub(1, std::memory_order_release); }
+  void wait() const {
+    for (int round = 0; left.load(std::memory_order_acquire) > 0; round++) {
+      if (round < 2000)
+        __builtin_ia32_pause();
+      else
+        sched_yield();
+    }
+  }
+};
+
 void run_linear(const PsLinear *job, const LinearSide *side, char *scratch) {
   const PsWeight *w = job->weight;
   LinearPlan plan(job);
@@ -86,8 +103,8 @@ void run_linear(const PsLinear *job, const LinearSide *side, char *scratch) {
     piece.a = scratch, piece.lda = w->k_padded, piece.a_scale = scales;
     before = 0;
   }
-  // Otherwise the side's chunks come first in the job of the panels, and their results are waited for where the sums of
-  // a panel end: who takes a panel has no more to take of these, and others have computed theirs by then.
+  // Otherwise the side's chunks come first in the job of the panels: who takes one of those has no more to take of
+  // these, and waits at most for what others compute already.
   Latch inputs = {{before}};
   if (plan.partial_bytes) piece.partial = (float *)(scratch + plan.bytes() - plan.partial_bytes);
   for (int64_t slab = 0; slab < w->panels; slab += plan.slab) {
@@ -104,8 +121,8 @@ void run_linear(const PsLinear *job, const LinearSide *side, char *scratch) {
         int64_t first = slab + chunk * per_chunk, last = slab + min64(panels, (chunk + 1) * per_chunk);
         LinearPiece own = piece;
         if (side && piece.k_last == w->k_padded) {
+          inputs.wait();
           side->panels(side->ctx, first, last, worker, &own);
-          own.added.ready = &inputs;
         }
         table->linear(&own, first, last);
       };

@@ -10,12 +10,14 @@
 
 namespace {
 
-// Up to two rows read a panel strictly in the order of memory: they wait for nothing else, and the processor's prefetcher
-// follows one stream, not two that lie 1 KiB apart (a Zen 4 core read 35 GB/s of the one, 11 of the other).
+// Up to two rows read a panel strictly in the order of memory where the sums of both its halves are held at once (all but
+// bf16 on AVX2): they wait for nothing else, and the processor's prefetcher follows one stream rather than two that lie
+// 1 KiB apart. AVX-512's bf16 and VNNI's int8 ask for what lies kNearBytes ahead then; int8 without VNNI asks for nothing.
 constexpr int kRowsInOrder = 2;
-// Rows that share what is loaded of a weight, and the halves of a panel (16 columns each) whose sums are held in registers
-// at once: both where there are 32 registers or few rows, else one after the other, in pieces of k that stay in the first
-// cache. The sums of six rows are twelve chains of multiply-adds: with fewer than eight some of them wait for each other.
+// Rows that share what is loaded of a weight (kByteRows: of int8), and the halves of a panel (16 columns each) whose sums
+// are held in registers at once. One half after the other goes in pieces of k that stay in the first cache: bf16 on AVX2,
+// and more than two rows of int8 without VNNI. The sums of six rows of one half on AVX2 are twelve chains of
+// multiply-adds: with fewer than eight some of them wait for each other.
 constexpr int64_t kPieceInCache = 128;
 #ifdef __AVX512F__
 constexpr int kRowBlock = 8, kByteRows = 8, kNibbleRows = 8;
@@ -29,11 +31,11 @@ constexpr int64_t kAheadRows = 8;
 // Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
 #ifdef __AVX512BF16__
 using Wide = bf16;
-constexpr bool kWideInputs = false, kInRegisters = true;
+constexpr bool kWideInputs = false;
 static inline PairInput spread(const bf16 *x) { return spread_pair(x); }
 #else
 using Wide = float;
-constexpr bool kWideInputs = true, kInRegisters = false;
+constexpr bool kWideInputs = true;
 static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
 #endif
 
@@ -69,8 +71,7 @@ class Wanted {
 #ifdef __AVX512F__
 template <int R>
 static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
-                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted,
-                                                const AddedRows *added) {
+                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
   constexpr int H = 2;
   F16 acc[R][H];
   for (int r = 0; r < R; r++)
@@ -101,55 +102,48 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
       }
     }
   }
-  if constexpr (kInRegisters)
-    if (added) add_in_place<bf16>(added, acc);
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 #else
-template <int R, int H>
-static __attribute__((noinline)) void bf16_halves(const bf16 *w, const float *a, int64_t lda, int64_t k_first,
-                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
-  __m256 acc[H][R][2];
+template <int R>
+static __attribute__((noinline)) void bf16_half(const bf16 *w, const float *a, int64_t lda, int64_t k_first,
+                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+  __m256 acc[R][2];
   const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-  for (int h = 0; h < H; h++)
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < 2; c++)
-        acc[h][r][c] = fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * 32 + h * 16 + c * 8);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2; c++) acc[r][c] = fresh ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * 32 + c * 8);
   for (int64_t k = k_first; k < k_last; k += 32) {
     wanted->step();
+    for (int p = 0; p < 16; p++) {
+      const __m256i *at = (const __m256i *)(w + k * 32 + p * 32);
+      const float *x = a + k + 2 * p;
+      fetch_ahead(at);
 #pragma GCC unroll 2
-    for (int h = 0; h < H; h++)
-      for (int p = 0; p < 16; p++) {
-        const __m256i *at = (const __m256i *)(w + k * 32 + h * 512 + p * 32);
-        const float *x = a + k + 2 * p;
-        fetch_ahead(at);
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
-          if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again: the sums leave no registers to keep it in.
-          __m256 part[2];
-          for (int c = 0; c < 2; c++) {
-            __m256i pairs = _mm256_loadu_si256(at + c);
-            part[c] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, high) : _mm256_slli_epi32(pairs, 16));
-          }
-          for (int r = 0; r < R; r++) {
-            __m256 input = _mm256_broadcast_ss(x + r * lda + odd);
-            for (int c = 0; c < 2; c++) fma_to(acc[h][r][c], part[c], input);
-          }
+      for (int odd = 0; odd < 2; odd++) {
+        if constexpr (R > 4) __asm__("" : "+r"(at));  // Loaded again: the sums leave no registers to keep it in.
+        __m256 part[2];
+        for (int c = 0; c < 2; c++) {
+          __m256i pairs = _mm256_loadu_si256(at + c);
+          part[c] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, high) : _mm256_slli_epi32(pairs, 16));
+        }
+        for (int r = 0; r < R; r++) {
+          __m256 input = _mm256_broadcast_ss(x + r * lda + odd);
+          for (int c = 0; c < 2; c++) fma_to(acc[r][c], part[c], input);
         }
       }
+    }
   }
-  for (int h = 0; h < H; h++)
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + h * 16 + c * 8, acc[h][r][c]);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + c * 8, acc[r][c]);
 }
 
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted, const AddedRows *) {
+                      bool fresh, Wanted *wanted) {
   for (int64_t k = k_first; k < k_last; k += kPieceInCache, fresh = false) {
     int64_t last = k_last - k < kPieceInCache ? k_last : k + kPieceInCache;
-    for (int h = 0; h < 2; h++) bf16_halves<R, 1>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
+    for (int h = 0; h < 2; h++) bf16_half<R>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
   }
 }
 #endif
@@ -311,18 +305,15 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
-  AddedRows rows;
-  bool ends = piece->k_last == w->k_padded, added = false;
-  if (w->type == PS_BF16) {
-    added = kInRegisters && ends && find_added(piece, panel, row, R, &rows);
+  if (w->type == PS_BF16)
     bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
-                 piece->k_first, piece->k_last, sums, fresh, wanted, added ? &rows : nullptr);
-  } else if (w->type == PS_F32)
+                 piece->k_first, piece->k_last, sums, fresh, wanted);
+  else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const Byte *)piece->a + row * lda, lda);
-  if (ends) added ? finish_sums(piece, panel, row, R, sums) : finish_block(piece, panel, row, R, sums);
+  if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
 }
 
 // 64 values from x + i (zeros past k) as int8.
@@ -390,19 +381,21 @@ static inline void nibble_rows_left(const LinearPiece *piece, const uint8_t *nib
     nibble_rows_left<R - 1>(piece, nibbles, g, row, rows, sums);
 }
 
-// Blocks of `most` rows that differ by one row at most: a short last one would read the weights for little.
-static inline int64_t even_block(int64_t rows, int64_t most) {
+// Work(first row, rows) on blocks of `most` rows at most, which differ by one row at most: a short one would read the
+// weights for little.
+template <class Work>
+static inline void in_even_blocks(int64_t rows, int64_t most, const Work &work) {
   int64_t blocks = (rows + most - 1) / most;
-  return (rows + blocks - 1) / blocks;
+  for (int64_t b = 0; b < blocks; b++) work(b * rows / blocks, (b + 1) * rows / blocks - b * rows / blocks);
 }
 
 static void vector_int4(const LinearPiece *piece, int64_t panel) {
   int4_panel(
       piece, panel, [](const uint8_t *) {},
       [piece](const uint8_t *nibbles, int64_t g, int64_t row, int64_t rows, int32_t *sums) {
-        int64_t block = even_block(rows, kNibbleRows);
-        for (int64_t r = 0; r < rows; r += block)
-          nibble_rows_left<kNibbleRows>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
+        in_even_blocks(rows, kNibbleRows, [&](int64_t r, int64_t count) {
+          nibble_rows_left<kNibbleRows>(piece, nibbles, g, row + r, count, sums + r * 32);
+        });
       });
 }
 
@@ -412,13 +405,12 @@ static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t
   // With few rows the weights themselves come no faster than they are computed with.
   Wanted wanted(piece, m < kAheadRows ? 0 : (panel_last - panel_first) * blocks * steps);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
-    if (piece->job->weight->type == PS_I4) {
+    if (piece->job->weight->type == PS_I4)
       vector_int4(piece, panel);
-      continue;
-    }
-    // Blocks that differ by one row at most: a short one would read the weights for little.
-    for (int64_t b = 0; b < blocks; b++)
-      rows_left<kRowBlock>(piece, panel, b * m / blocks, (b + 1) * m / blocks - b * m / blocks, &wanted);
+    else
+      in_even_blocks(m, most, [&](int64_t row, int64_t rows) {
+        rows_left<kRowBlock>(piece, panel, row, rows, &wanted);
+      });
   }
 }
 

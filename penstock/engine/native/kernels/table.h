@@ -1,6 +1,5 @@
 // What one instruction set offers: single-threaded pieces that api.cpp spreads over the pool.
 #pragma once
-#include "latch.h"
 #include "penstock_native.h"
 
 namespace penstock {
@@ -21,7 +20,6 @@ struct LinearAdded {
   const char *inner;        // [places][kAdapterRanks] of the inputs' type
   const AddedHalf *halves;  // [adapters][panels, `most` of them, from `panel` on][2]
   int64_t most, panel;
-  const Latch *ready;  // `inner` is, once this is open
 };
 
 // Memory that is read soon: so many lines of 64 bytes.
