@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def is_open(each: Candidate, row: Row | None) -> bool:
-    """Whether a mutant was never run, or survived and nobody has said why, or not of today's code."""
+    """Whether a mutant must be run: it never was, or it survived without a verdict on today's code."""
     if row is None or row.outcome != "survived":
         return row is None
     return not row.verdict or row.function != each.function

@@ -11,9 +11,9 @@ bandwidth with which this machine copies memory, which is measured before each r
 design, ending the process and starting a new one, measured in the same way from its start to `Ready`.
 
 Memory that the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the
-host: how fast memory is written that was not had before is told beside, by one thread and by one for each
-processor, as packing does it (`fresh_gb_per_s`); `fresh_bound_s` is what the model's memory takes at the
-second and the same allowance. With `--before` a worker of
+host: `fresh_gb_per_s` is the speed at which memory that is new to the process is written, by one thread
+and by one for each processor, as packing does it; `fresh_bound_s` is the time that the model's memory takes
+at the latter, and the same allowance. With `--before` a worker of
 another checkout, built, wakes in turn with ours, and the ratio of the two is told.
 """
 

@@ -138,7 +138,7 @@ def our_settings(precision: str) -> dict[str, object]:
 
 
 def _our_config(precision: str, model: Path) -> dict[str, object]:
-    """Nobody is promised a time: with the default promises callers are turned away, and no peer does that."""
+    """Without promises: with the default ones our server refuses late callers, and no peer does that."""
     models = [{"path": str(model), "name": model.name, "engine": our_settings(precision)}]
     return {"models": models, "admission": {"ttft_target_ms": 0, "tpot_target_ms": 0}}
 

@@ -26,7 +26,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.policy.flow import Outcome
-from penstock.schedule.queue import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 
 GRID = 240
