@@ -57,9 +57,10 @@ class Level:
 
 
 PROCESSORS = {
+    "in MKL's oldest order": (Level("MKL", "MKL_CBWR", "COMPATIBLE", ("sse2",)),),
     "without AVX2": (
         Level("ATen", "ATEN_CPU_CAPABILITY", "default", ("avx2",)),
-        Level("MKL", "MKL_CBWR", "COMPATIBLE", ("sse2",)),
+        Level("oneDNN", "ONEDNN_MAX_CPU_ISA", "SSE41", ("avx",)),
         Level("MKL", "MKL_ENABLE_INSTRUCTIONS", "SSE4_2", ("avx",)),
     ),
     "AVX2": (
@@ -90,7 +91,7 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @cache
 def said(*lowered: Level) -> str:
-    """What the libraries say of themselves when they compute."""
+    """The libraries' own words of what they compute with."""
     done = python({each.variable: each.value for each in lowered}, "-c", PROBE)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -110,7 +111,8 @@ def test_the_promise_holds_below_the_best_instruction_set(processor: str) -> Non
         pytest.skip("this processor has nothing above that instruction set")
     heeded = [each for each in levels if in_use(each.library, *levels) != in_use(each.library)]
     if not heeded:
-        pytest.skip("no library heeds its variable on this processor")
+        deaf = ", ".join(each.library for each in levels)
+        pytest.skip(f"on this processor none heeds its variable of {deaf}")
     lowers_native = any(each.library == "native" for each in heeded)
     lowers_torch = any(each.library != "native" for each in heeded)
     parts = [PARTS[name] for name, is_in in (("torch", lowers_torch), ("native", lowers_native)) if is_in]
