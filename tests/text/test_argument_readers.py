@@ -72,11 +72,17 @@ STRINGS = st.builds(
 @settings(max_examples=200)
 @given(strings=st.lists(STRINGS, min_size=1, max_size=2), size=st.integers(1, 9))
 @example(strings=["r'\\\\'"], size=1)
+@example(strings=["'',''"], size=1)
+@example(strings=["''(a)"], size=1)
 def test_any_string_that_python_reads_is_read_alike(strings: list[str], size: int) -> None:
     written = " ".join(strings)
     try:
         value = ast.literal_eval(written)
-    except SyntaxError:  # Python refuses escapes that are none; here they are text.
+    except (SyntaxError, ValueError):  # Python refuses escapes that are none; here they are text.
+        return
+    if not isinstance(
+        value, str
+    ):  # Quotes in a part may end a string: `'',''` is a tuple, and two arguments here.
         return
     reader = LiteralArguments(is_python=True)
     text = f"a={written}\n, b=1)"  # It may end in a comment.
