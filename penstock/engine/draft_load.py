@@ -219,10 +219,12 @@ def _target_weights(target: Path, spec: DecoderSpec, dtype: torch.dtype) -> Weig
 
 
 def _cache(config: EngineConfig, spec: DecoderSpec, computing: Computing, target: LoadedTarget) -> KVCache:
-    return KVCache(
+    cache = KVCache(
         spec, target.num_blocks, computing.dtype, torch.device("cpu"),
         rounded=config.kv_dtype == "int8", products=computing.products,
     )  # fmt: skip
+    cache.commit_ahead()
+    return cache
 
 
 def _check_pair(

@@ -1,5 +1,5 @@
-"""The KV cache tensor, where keys and values of every block lie; the host tier's memory behind it; and what
-copies between the two while steps run.
+"""The KV cache tensor, where keys and values of every block lie, and who commits its memory ahead of use; the
+host tier's memory behind it; and what copies between the two while steps run.
 
 A slot of the host tier is one block with all its layers, as in `KVCache`: one contiguous piece, so a copy is
 one `copy_` per run of neighbours. Which block is whose, and which goes where, is decided in `kv/cache/`.
@@ -11,6 +11,7 @@ and pinned memory, so that the GPU's copy engines work beside its kernels. The C
 yet.
 """
 
+import ctypes
 import logging
 import threading
 from collections import deque
@@ -32,6 +33,8 @@ from penstock.schedule.plan import StepPlan
 from penstock.types import BLOCK_TOKENS
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+AHEAD_BYTES = 8 * HUGE_PAGE_BYTES
+"""Of a cache that are committed before a step needs them."""
 _STEPS = 127.0
 """Of a rounded head, from zero to its largest value."""
 _LEAST = 1e-30
@@ -55,7 +58,8 @@ class KVCache:
     """
 
     __slots__ = (
-        "dtype", "head_dim", "num_blocks", "num_kv_heads", "num_layers", "pages", "rounded", "slots", "tensor"
+        "_ahead", "_block_bytes", "dtype", "head_dim", "num_blocks", "num_kv_heads", "num_layers", "pages",
+        "rounded", "slots", "tensor",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +97,13 @@ class KVCache:
         )
         self.pages = self.tensor.view(-1, BLOCK_TOKENS * spec.num_kv_heads * size)
         self.slots = self.tensor.view(-1, spec.num_kv_heads * size)
+        self._ahead: _CommitAhead | None = None
+        self._block_bytes = self.tensor[0].nbytes
+
+    def commit_ahead(self) -> None:
+        """From now on memory is committed before blocks in it are used. For a cache in main memory."""
+        self._ahead = _CommitAhead(self.tensor.data_ptr(), self.tensor.nbytes)
+        self._ahead.used_to(0)
 
     def scratch(self, *shape: int) -> torch.Tensor:
         """Memory for what is read out of the cache, or goes into it."""
@@ -141,6 +152,8 @@ class KVCache:
         """
         for block in blocks:
             self.tensor[block].zero_()
+        if self._ahead is not None and blocks:
+            self._ahead.used_to((max(blocks) + 1) * self._block_bytes)
 
 
 def round_heads(kv: torch.Tensor) -> torch.Tensor:
@@ -166,6 +179,54 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 END_S = 1.0
 """How long the owner of a thread waits for its end."""
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14. Pages keep what they hold."""
+
+
+class _CommitAhead:
+    """A thread that has the system clear a cache's pages before a step touches them.
+
+    The system clears a huge page when it is first touched, which takes longer than a step of a small model
+    that decodes: one stream at the end of a page would hold up all. Blocks that were never used are given
+    out in their order, so that what is used next is known.
+    """
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        """Of the cache; `address` is the start of a huge page."""
+        self._num_bytes, self._asked = num_bytes, 0
+        self._pieces: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        # The thread must not know this object: without references, it ends its thread.
+        self._thread = threading.Thread(
+            target=_commit, args=(address, self._pieces), name="kv-commit", daemon=True
+        )
+        self._thread.start()
+
+    def used_to(self, num_bytes: int) -> None:
+        """So many of the first bytes are used, or were. Costs nothing where no further page is begun."""
+        wanted = -(-(num_bytes + AHEAD_BYTES) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        wanted = min(wanted, self._num_bytes)
+        if wanted > self._asked:
+            # What is used already is committed, or being so.
+            first = max(self._asked, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+            self._asked = wanted
+            self._pieces.put((first, wanted))
+
+    def __del__(self) -> None:
+        self._pieces.put(None)
+        self._thread.join(END_S)  # The memory must not be given back under it.
+
+
+def _commit(address: int, pieces: "SimpleQueue[tuple[int, int] | None]") -> None:
+    """The thread's life. Where the system cannot commit ahead, pages come when they are touched."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    while (piece := pieces.get()) is not None:
+        first, end = piece
+        for at in range(first, end, HUGE_PAGE_BYTES):  # One at a time: no other call waits for more.
+            if advise(address + at, min(HUGE_PAGE_BYTES, end - at), _MADV_POPULATE_WRITE):
+                return
+
+
 _log = logging.getLogger(__name__)
 
 

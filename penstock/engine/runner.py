@@ -210,6 +210,7 @@ class Runner:
             self.run(plan)
         self._cache.clear(list(range(blocks_of(plan))))
         self._tables.forget_adjustments()
+        self._cache.commit_ahead()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -219,9 +220,8 @@ class Runner:
         The large part is scratch of a fixed size, made when the model was wired and touched here; the part
         that a step makes by itself is no more than it was here and goes back to the system
         (`memory.settle_malloc`). Later steps raise the peak only by Python's own objects (requests, their
-        tables and outputs) and, with torch's kernels, by some 20 MB more that were seen and not explained.
-        The KV cache and the host tier, whose size is fixed, are committed page by page as they are first
-        used.
+        tables and outputs). The KV cache, whose size is fixed, is committed a little ahead of its use, the
+        host tier page by page as it is first used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
@@ -231,6 +231,7 @@ class Runner:
                 self.run(plan)
             self._cache.clear(list(range(blocks_of(plan))))
         self._tables.forget_adjustments()
+        self._cache.commit_ahead()
 
 
 def build_runner(
