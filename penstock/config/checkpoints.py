@@ -113,9 +113,9 @@ def check_is_model(directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """What the weights of a directory are called: its index or its one file, by their usual names; else all
-    parts of one model, or the only safetensors file that there is (AutoGPTQ's `gptq_model-4bit-128g`). Empty:
-    there are none, or it cannot be told which.
+    """The names of a directory's weights: its index or its one file, by their usual names; else all parts of
+    one model, or the only safetensors file that there is (AutoGPTQ's `gptq_model-4bit-128g`). Empty: there
+    are none, or it cannot be told which.
     """
     for name in reversed(WEIGHTS):
         if (directory / name).is_file():
