@@ -206,6 +206,7 @@ class Quantizer:
         self._write(_part_name(numbers), stored)
         self._state.parts.append(_part_name(numbers))
         self._state.layers.clear()
+        self._state.layers.clear()
         self._write_state()
         for i in numbers:
             (self._output / _layer_name(i)).unlink(missing_ok=True)
