@@ -27,6 +27,7 @@ from penstock.backends.base import (
     nothing,
 )
 from penstock.backends.http.adapter_calls import AdapterCalls
+from penstock.backends.http.chunks import Holes
 from penstock.backends.http.client import HttpClient
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
@@ -110,8 +111,9 @@ class HttpBackend:
         self._status = BackendStatus(
             stage="not asked yet", static_capabilities=capabilities, resumes=dialect.resumes
         )
+        pieces = PieceTokens(tokenizer)
         self._stream_context = StreamContext(
-            tokenizer=tokenizer, pieces=PieceTokens(tokenizer), clock=tools.clock, owner=self,
+            tokenizer=tokenizer, pieces=pieces, holes=Holes(pieces), clock=tools.clock, owner=self,
             limits=tools.config.http,
         )  # fmt: skip
         self._streams: dict[RequestId, HttpStream] = {}

@@ -29,6 +29,7 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
+from penstock.backends.http.chunks import ChunkReader, Holes, IdHoles
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -74,6 +75,7 @@ class StreamContext(NamedTuple):
 
     tokenizer: Tokenizer
     pieces: PieceTokens
+    holes: Holes
     clock: Clock
     owner: StreamOwner
     limits: HttpLimits
@@ -83,9 +85,9 @@ class HttpStream:
     """The `Generation` of one request, and the handler of its exchange."""
 
     __slots__ = (
-        "_body", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes", "_events",
-        "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model",
-        "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
+        "_body", "_chunks", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes",
+        "_events", "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_holes",
+        "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
         "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_text_tokens_max", "_token_ids",
         "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
@@ -106,7 +108,7 @@ class HttpStream:
         how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
         as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
-        self._tokenizer, self._pieces, self._clock, self._owner, limits = context
+        self._tokenizer, self._pieces, self._holes, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
         self._envelopes = Envelopes(reader)
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
@@ -118,6 +120,8 @@ class HttpStream:
         self._exchange: HttpExchange | None = None
         self._headers: Mapping[bytes, bytes] = {}
         self._body: bytearray | None = None  # Of an answer that is no stream.
+        self._chunks: ChunkReader | None = None  # Once the rest is expected to come an event a read.
+        self._ids: IdHoles | None = None  # And if its events have ids.
         self._started_ns, self._first_ns = self._clock.now_ns(), 0
         self._count = self._num_logprobs = self._status = 0
         self._text_tokens_max = request.sampling.max_tokens * _OVERRUN_FACTOR + SLACK_TOKENS
@@ -222,6 +226,8 @@ class HttpStream:
         try:
             # Before a stop string one by one: tokens behind it do not count.
             if self._stop is None:
+                if num_events == 1 and self._chunks is None and self._has_output:
+                    self._expect_chunks()
                 if (texts := self._envelopes.texts(block)) is not None:
                     self._take_texts(texts)
                     return
@@ -237,6 +243,43 @@ class HttpStream:
                     self._on_event(found)
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
+
+    def _expect_chunks(self) -> None:
+        """Events come one by one: from now on a read that is one like those before it is taken as a whole."""
+        before, middle, behind = self._envelopes.around
+        if before and self._exchange is not None:
+            self._chunks = ChunkReader(before, behind)
+            self._ids = self._holes.ids(middle) if middle else None
+            self._exchange.take_chunk = self._take_chunk
+
+    def _take_chunk(self, read: bytes) -> bool:
+        """See `HttpExchange.take_chunk`."""
+        assert self._chunks is not None
+        assert self._exchange is not None
+        if self._done or self._finish is not None or (hole := self._chunks.hole(read)) is None:
+            return False
+        try:
+            if self._ids is None:
+                if (delta := self._holes.texts[hole]) is None:
+                    return False
+                self._exchange.touch()
+                self._count += len(delta.token_ids)
+                self._sink.on_delta(delta)
+                if self._count > self._text_tokens_max:
+                    self._overran()
+                return True
+            if (ids := self._ids[hole]) is None:
+                return False
+            count = self._count + len(ids)
+            if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
+                return False
+            self._exchange.touch()
+            self._count = count
+            self._token_ids.extend(ids)
+            self._sink.on_delta(Delta(self._text_of(ids), ids))
+        except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+            self.fail(fault_of(error))
+        return True
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
