@@ -1,13 +1,13 @@
-"""Reads of a socket that are one HTTP chunk of one event each, as they come from a worker that gives a token at a
-time: taken whole, by what stands around the text or the ids.
+r"""Reads of a socket that are one HTTP chunk of one event each, as they come from a worker that gives a token
+at a time: taken whole, by what stands around the text or the ids.
 
-    5e\\r\\ndata: {"id":"c1","choices":[{"delta":{"content":" water"},"finish_reason":null}]}\\n\\n\\r\\n
-    └─────────────────── opening ──────────────────────┘└ hole ┘└──────────── closing ───────┘
+    5e\r\ndata: {"id":"c1","choices":[{"delta":{"content":" water"},"finish_reason":null}]}\n\n\r\n
+    └───────────────────── opening ────────────────────┘└ hole ┘└─────────── closing ──────────┘
 
-For each length of a read the opening is the same bytes, and so is the closing. A read that has both is a chunk of
-the length that it says, and an event that says what is in its hole: neither the HTTP parser nor the reader of
-events would find anything else in it, and both stand behind it where they stood before it. Any other read is
-theirs. What a hole says is remembered, for workers send the same few thousand again and again.
+For each length of a read the opening is the same bytes, and so is the closing. A read that has both is a
+chunk of the length that it says, and an event that says what is in its hole: neither the HTTP parser nor the
+reader of events would find anything else in it, and both stand behind it where they stood before it. Any
+other read is theirs. What a hole says is remembered, for workers send the same few thousand again and again.
 """
 
 import re
@@ -26,11 +26,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def is_one_chunk(read: bytes, body: bytes) -> bool:
-    """Whether a read, of which the HTTP parser made this much of the body, was one chunk, from its length to its
-    end: the parser is between two chunks.
+    """Whether a read, of which the HTTP parser made this much of the body, was one chunk from its length to
+    its end, so that the parser is between two chunks now.
 
-    It began between two, or in the first one's length, for an event's first bytes and its last stand nowhere
-    else in such a read.
+    The parser cannot have begun in the middle of a chunk: an event's first bytes stand at one place of such a
+    read only, so the body is what the read says that it is, and only the end of a chunk follows it.
     """
     size = _SIZE.match(read)
     return (

@@ -22,6 +22,7 @@ from typing import Any, cast
 import httptools
 
 from penstock.backends.http.chunks import is_one_chunk
+from penstock.backends.http.idle import IdleConnections
 from penstock.backends.http.terms import (
     HEAD_BYTES_MAX,
     IGNORING_HANDLER,
@@ -263,11 +264,10 @@ class HttpClient:
         self.soon_ns = min(_SOON_NS, self.idle_ns // 100)
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
-        self._idle: list[_Connection] = []
+        self._idle = IdleConnections[_Connection](config.idle_connections_max, config.keepalive_s, clock)
         self._exchanges: dict[HttpExchange, None] = {}
         self.deadlines = Deadlines(clock, self._exchanges)
         self._requests = RequestBytes(address, headers or {})
-        self._keepalive_ns = int(config.keepalive_s * NS_PER_S)
         self.request_ns = int(config.request_timeout_s * NS_PER_S)
 
     @property
@@ -300,7 +300,7 @@ class HttpClient:
         request = self._requests.of(method, path, body, headers)
         exchange = HttpExchange(self, request, handler)
         self._exchanges[exchange] = None
-        connection = self._take_idle()
+        connection = self._idle.take()
         if connection is not None:
             exchange.run_on(connection)
         else:
@@ -311,8 +311,7 @@ class HttpClient:
         """Abort what runs and close every connection."""
         for exchange in list(self._exchanges):
             exchange.abort()
-        while self._idle:
-            self._idle.pop().close()
+        self._idle.close()
         self.deadlines.stop()
 
     # --- from exchanges and connections --------------------------------------------------------------
@@ -328,28 +327,11 @@ class HttpClient:
 
     def put_back(self, connection: "_Connection") -> None:
         """A connection may be used again."""
-        if len(self._idle) >= self.config.idle_connections_max or connection.closed:
-            connection.close()
-            return
-        connection.idle_since_ns = self.clock.now_ns()
-        self._idle.append(connection)
+        self._idle.put(connection)
 
     def forget(self, connection: "_Connection") -> None:
         """A connection that may have been idle has ended."""
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def _take_idle(self) -> "_Connection | None":
-        """The one that was used last, unless it has been idle for so long that the peer is about to close
-        it.
-        """
-        oldest_ns = self.clock.now_ns() - self._keepalive_ns
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed and connection.idle_since_ns >= oldest_ns:
-                return connection
-            connection.close()
-        return None
+        self._idle.forget(connection)
 
     async def _connect(self, exchange: HttpExchange) -> None:
         loop, at = asyncio.get_running_loop(), self.address

@@ -82,7 +82,8 @@ class Envelopes:
                     at += size
                     yield piece
                     continue
-            end = block.find(b"\n\n", at)
+            if (end := block.find(b"\n\n", at)) < 0:
+                return  # One blank line more than an event needs.
             event = data_of(block[at:end])
             self._prefix = _PREFIXES[not block.startswith(_PREFIXES[0], at)]
             at = end + 2
@@ -113,8 +114,8 @@ class Envelopes:
 
     @property
     def around(self) -> tuple[bytes, bytes, bytes]:
-        """Before the hole, between its text and its ids, behind it, with the ends of lines; the first is empty
-        if nothing is known, the second if there are no ids.
+        """The bytes before the hole, between its text and its ids, and behind it, with the ends of lines; the
+        first are empty if nothing is known, the second if there are no ids.
         """
         return self._before, self._middle, self._behind
 

@@ -16,7 +16,6 @@ of characters; stop strings, stop tokens and the answer's length are watched her
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -29,8 +28,9 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
-from penstock.backends.http.chunks import ChunkReader, Holes, IdHoles
+from penstock.backends.http.chunks import ChunkReader, IdHoles
 from penstock.backends.http.client import HttpExchange
+from penstock.backends.http.context import StreamContext
 from penstock.backends.http.dialects.base import (
     AnswerReader,
     Piece,
@@ -40,45 +40,16 @@ from penstock.backends.http.dialects.base import (
     said_in,
 )
 from penstock.backends.http.envelope import Envelopes
-from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure, HttpLimits
-from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch, within
-from penstock.clock import Clock
+from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, oddity, within
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
-from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopChecker, detokenizer
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.detokenizer import IncrementalDetokenizer, StopChecker, detokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
 USAGE_WAIT_S = 2.0  # After the finish: how long its usage may take.
-_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it than the worker's.
+_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it.
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
-
-
-class StreamOwner(Protocol):
-    """The backend that a stream belongs to."""
-
-    def leave(self, stream: "HttpStream", finish: Finish) -> None:
-        """A stream is over; called once, before its sink hears of it."""
-        ...
-
-    def noted(self, anomaly: Anomaly, detail: str) -> None:
-        """Something was odd."""
-        ...
-
-    def lost(self, why: str, *, unreachable: bool) -> None:
-        """The worker cannot be reached, or else closed a stream's connection in the middle of its answer."""
-        ...
-
-
-class StreamContext(NamedTuple):
-    """The common context of all streams of one worker."""
-
-    tokenizer: Tokenizer
-    pieces: PieceTokens
-    holes: Holes
-    clock: Clock
-    owner: StreamOwner
-    limits: HttpLimits
 
 
 class HttpStream:
@@ -87,9 +58,9 @@ class HttpStream:
     __slots__ = (
         "_body", "_chunks", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes",
         "_events", "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_holes",
-        "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
-        "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_text_tokens_max", "_token_ids",
-        "_tokenizer", "_trusts_prompt",
+        "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported",
+        "_request", "_said_before", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by",
+        "_text_tokens_max", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -120,10 +91,10 @@ class HttpStream:
         self._exchange: HttpExchange | None = None
         self._headers: Mapping[bytes, bytes] = {}
         self._body: bytearray | None = None  # Of an answer that is no stream.
-        self._chunks: ChunkReader | None = None  # Once the rest is expected to come an event a read.
-        self._ids: IdHoles | None = None  # And if its events have ids.
-        self._started_ns, self._first_ns = self._clock.now_ns(), 0
-        self._count = self._num_logprobs = self._status = 0
+        self._chunks: ChunkReader | None = None  # Once events come one by one,
+        self._ids: IdHoles | None = None  # and if they have ids.
+        self._started_ns = self._clock.now_ns()
+        self._first_ns = self._count = self._num_logprobs = self._status = 0
         self._text_tokens_max = request.sampling.max_tokens * _OVERRUN_FACTOR + SLACK_TOKENS
         self._has_ids = self._has_output = self._done = False
         self._finish: FinishReason | None = None
@@ -254,29 +225,29 @@ class HttpStream:
 
     def _take_chunk(self, read: bytes) -> bool:
         """See `HttpExchange.take_chunk`."""
-        assert self._chunks is not None
-        assert self._exchange is not None
-        if self._done or self._finish is not None or (hole := self._chunks.hole(read)) is None:
+        chunks, exchange = self._chunks, self._exchange
+        if chunks is None or exchange is None or self._done or self._finish is not None:
+            return False
+        if (hole := chunks.hole(read)) is None:
             return False
         try:
             if self._ids is None:
                 if (delta := self._holes.texts[hole]) is None:
                     return False
-                self._exchange.touch()
                 self._count += len(delta.token_ids)
-                self._sink.on_delta(delta)
-                if self._count > self._text_tokens_max:
-                    self._overran()
-                return True
-            if (ids := self._ids[hole]) is None:
-                return False
-            count = self._count + len(ids)
-            if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
-                return False
-            self._exchange.touch()
-            self._count = count
-            self._token_ids.extend(ids)
-            self._sink.on_delta(Delta(self._text_of(ids), ids))
+            else:
+                ids = self._ids[hole]
+                if ids is None or self._count + len(ids) > self._request.sampling.max_tokens:
+                    return False
+                if not self._stop_ids.isdisjoint(ids):
+                    return False
+                self._count += len(ids)
+                self._token_ids.extend(ids)
+                delta = Delta(self._text_of(ids), ids)
+            exchange.touch()
+            self._sink.on_delta(delta)
+            if self._count > self._text_tokens_max:
+                self._overran()
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
         return True
@@ -298,8 +269,8 @@ class HttpStream:
         """See `HttpHandler`."""
         if self._done:
             return
-        if failure.kind in (FailureKind.HELD, FailureKind.TOO_LONG):
-            self._may_move = False  # No client has a worker for longer by moving.
+        # No client has a worker for longer by moving.
+        self._may_move &= failure.kind not in (FailureKind.HELD, FailureKind.TOO_LONG)
         if failure.kind is FailureKind.HELD:
             self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
             return
@@ -464,8 +435,8 @@ class HttpStream:
     def _conclude(self, *, close: bool = False) -> None:
         """A good end."""
         assert self._finish is not None
-        if not close:
-            self._compare()
+        if not close and (odd := oddity(self._reported, self._counted(), self._finish)) is not None:
+            self._owner.noted(*odd)
         self._end(Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by), close=close)
 
     def _break(self, why: str) -> None:
@@ -503,20 +474,9 @@ class HttpStream:
     def _end(self, finish: Finish, *, close: bool) -> None:
         self._done = True
         if self._exchange is not None:
-            if close:
-                self._exchange.abort()
-            else:
-                self._exchange.discard_rest()
+            (self._exchange.abort if close else self._exchange.discard_rest)()
         self._owner.leave(self, finish)
         self._sink.on_finish(finish)
-
-    def _compare(self) -> None:
-        """Note where the worker's counts are not ours."""
-        reported = self._reported
-        if reported is None or reported.completion_tokens is None:
-            self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
-        elif why := mismatch(reported, self._counted(), is_full=self._finish is FinishReason.LENGTH):
-            self._owner.noted(Anomaly.USAGE_MISMATCH, why)
 
     def _counted(self) -> Counted:
         exact = self._count if self._has_ids else self._num_logprobs or None
