@@ -8,12 +8,14 @@ import torch
 from engine_driver import distributions
 from safetensors.torch import load_file
 from tiny_models import save, tiny_model
+from vector_models import decoder
 
 from penstock.cli.main import main
 from penstock.engine.quantize import publish
 from penstock.engine.quantize.calibrate import awq_clips, awq_scales, gptq, nearest, relative_error
 from penstock.engine.quantize.publish import TARGETS, Quantizer
 from penstock.errors import CheckpointError, ConfigError
+from penstock.models.registry import stored_pooling
 from penstock.rng import stream
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -121,6 +123,39 @@ def test_interrupted_work_is_taken_up_again(
         Quantizer(output, tmp_path / "again", "int8", prompts())
     with pytest.raises(ConfigError, match="is not empty"):
         Quantizer(dense, output, "int8", prompts())
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=f"{file}: is a file"):
+        Quantizer(dense, file, "int8", prompts())
+    with pytest.raises(ConfigError, match="file/out: cannot be written: Not a directory"):
+        Quantizer(dense, file / "out", "int8", prompts())
+    output, save_file = tmp_path / "out", publish.save_file
+
+    def full(_tensors: object, _path: Path, **_more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish, "save_file", full)
+    with pytest.raises(
+        ConfigError, match="out: cannot be written: No space left on device; the same command"
+    ):
+        Quantizer(dense, output, "int8", prompts()).run(lambda _done, _total: None)
+    assert not (output / "config.json").exists()
+    monkeypatch.setattr(publish, "save_file", save_file)
+    Quantizer(dense, output, "int8", prompts()).run(lambda _done, _total: None)
+    assert (output / "config.json").is_file()
+
+
+def test_a_model_of_vectors_keeps_its_pooling(tmp_path: Path) -> None:
+    decoder("qwen3", tmp_path / "dense", "mean", **SIZES, num_hidden_layers=1)
+    Quantizer(tmp_path / "dense", tmp_path / "out", "int8", prompts()).run(lambda _done, _total: None)
+    kept = stored_pooling(tmp_path / "out")
+    assert kept is not None
+    assert kept == stored_pooling(tmp_path / "dense")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

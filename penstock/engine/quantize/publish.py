@@ -13,14 +13,15 @@ Embedding, head, norms and routers stay as they are.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -53,6 +54,8 @@ STATE_FILE = "quantize.json"
 LINEARS = ("qkv", "o", "gate_up", "down")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output each nibble of a word holds, from the low end."""
+_OF_MODULES = "[0-9]_*/config.json"
+"""Where sentence-transformers says how a vector is made of a text's states."""
 _NOT_COPIED = ("*.safetensors", "*.index.json", "*.bin", "*.gguf", CONFIG_FILE)
 
 Tensors = dict[str, Tensor]
@@ -141,7 +144,8 @@ class Quantizer:
             inputs = calibration.listen(keys, step)
             self._round(numbers, inputs, step)
             at += steps_per_pass
-        self._finish()
+        with _writing(self._output):
+            self._finish()
         on_progress(total, total)
         return [LayerError(name, error) for name, error in self._state.errors.items()]
 
@@ -190,11 +194,12 @@ class Quantizer:
         name = _part_name(numbers)
         # Older readers refuse files that do not say which library wrote them.
         whole = {key: value.contiguous() for key, value in stored.items()}
-        save_file(whole, self._output / name, metadata={"format": "pt"})
-        (self._output / name).chmod(0o644)  # The library makes it its owner's alone.
-        self._state.parts.append(name)
-        self._state.errors |= errors
-        self._write_state()
+        with _writing(self._output):
+            save_file(whole, self._output / name, metadata={"format": "pt"})
+            (self._output / name).chmod(0o644)  # The library makes it its owner's alone.
+            self._state.parts.append(name)
+            self._state.errors |= errors
+            self._write_state()
 
     def take(self, keys: Sequence[str]) -> dict[str, tuple[Tensor, ...]]:
         """Parts of weights as they lie in the checkpoint."""
@@ -258,6 +263,9 @@ class Quantizer:
         for path in self._directory.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in (*_NOT_COPIED, "README.md")):
                 shutil.copyfile(path, self._output / path.name)
+        for path in self._directory.glob(_OF_MODULES):
+            (self._output / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(path, self._output / path.parent.name / path.name)
         weight_map: dict[str, str] = {}
         size = 0
         for name in self._state.parts:
@@ -372,12 +380,31 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
             )
         state.parts = [name for name in state.parts if (output / name).is_file()]
         return state
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"{output}: is not empty; give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    state = _State(settings, {}, [])
-    path.write_bytes(msgspec.json.encode(state))
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output}: is a file; give --output another name")
+    with _writing(output):
+        if output.exists() and any(output.iterdir()):
+            raise ConfigError(f"{output}: is not empty; give another --output")
+        output.mkdir(parents=True, exist_ok=True)
+        state = _State(settings, {}, [])
+        path.write_bytes(msgspec.json.encode(state))
     return state
+
+
+@contextmanager
+def _writing(output: Path) -> Generator[None]:
+    """Trouble with the disk as an error that names the directory; finished parts are taken up again.
+
+    Raises:
+        ConfigError: there is no place, or no permission.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{output}: cannot be written: {why}; the same command continues behind the parts that are there"
+        ) from error
 
 
 def config_of(target: Target, group: int) -> dict[str, Any]:
