@@ -40,7 +40,7 @@ class FakeTransport(asyncio.Transport):
         self.closed = True
 
 
-class Heard:
+class Received:
     """The sink, and the owner, of one stream."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Played:
     """A stream over a connection whose reads are given; `whole`: it may take reads whole."""
 
     def __init__(self, kind: str, *, whole: bool, limits: HttpLimits | None = None) -> None:
-        clock, self.heard, limits = ManualClock(), Heard(), limits or HttpLimits()
+        clock, self.received, limits = ManualClock(), Received(), limits or HttpLimits()
         client = HttpClient(HttpAddress.parse("http://localhost:1"), limits, clock)
         self.transport = FakeTransport()
         self.connection = _Connection(client)
@@ -79,11 +79,11 @@ class Played:
         tokenizer = byte_tokenizer()
         pieces = PieceTokens(tokenizer)
         self.holes = Holes(pieces)
-        context = StreamContext(tokenizer, pieces, self.holes, clock, self.heard, limits)
+        context = StreamContext(tokenizer, pieces, self.holes, clock, self.received, limits)
         sampling = SamplingParams(max_tokens=10_000)
         request = GenerateRequest(request_id=RequestId("r"), prompt_token_ids=(1,), sampling=sampling)
         stream = HttpStream(
-            context, request, self.heard, READERS[kind](request), model="m", trusts_prompt=False,
+            context, request, self.received, READERS[kind](request), model="m", trusts_prompt=False,
             may_move=True,
         )  # fmt: skip
         self.exchange = client.start("POST", "/", stream, body=b"{}")
@@ -108,9 +108,9 @@ class Played:
         return counted
 
     def outcome(self) -> tuple[object, ...]:
-        heard, finish = self.heard, self.heard.finish
+        received, finish = self.received, self.received.finish
         ended = finish and (finish.reason, str(finish.error), finish.usage, finish.resume)
-        return heard.text, heard.ids, ended, heard.noted_kinds, self.transport.closed
+        return received.text, received.ids, ended, received.noted_kinds, self.transport.closed
 
 
 def play(kind: str, reads: Sequence[bytes], *, whole: bool, limits: HttpLimits | None = None) -> Played:
@@ -168,8 +168,8 @@ def test_the_bounds_on_an_answer_hold_for_reads_that_are_taken_whole() -> None:
     limits = HttpLimits(response_bytes_max=20 * len(reads[0]))
     assert check("chat", reads, limits) == 18
     played = play("chat", reads, whole=True, limits=limits)
-    assert played.heard.finish is not None
-    assert "over" in str(played.heard.finish.error)
+    assert played.received.finish is not None
+    assert "over" in str(played.received.finish.error)
 
 
 def test_what_holes_say_is_remembered_up_to_a_bound() -> None:
