@@ -7,7 +7,8 @@ at a time: taken whole, by what stands around the text or the ids.
 For each length of a read the opening is the same bytes, and so is the closing. A read that has both is a
 chunk of the length that it says, and an event that says what is in its hole: neither the HTTP parser nor the
 reader of events would find anything else in it, and both stand behind it where they stood before it. Any
-other read is theirs. What a hole says is remembered, for workers send the same few thousand again and again.
+other read is theirs. The content of a hole is remembered, for workers send the same few thousand again and
+again.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What all streams of one worker that is not ours share, and what they tell its backend."""
+"""The common context of all streams of one worker that is not ours, and what they tell its backend."""
 
 from typing import NamedTuple, Protocol
 
