@@ -49,7 +49,7 @@ class ChunkReader:
     __slots__ = ("_before", "_closing", "_end", "_openings")
 
     def __init__(self, before: bytes, behind: bytes) -> None:
-        """What stands around an event's hole, with the ends of its lines."""
+        """The bytes around an event's hole, with the ends of its lines."""
         self._before, self._closing = before, behind + b"\r\n"
         self._end = -len(self._closing)
         self._openings: dict[int, bytes] = {}
@@ -78,7 +78,7 @@ class ChunkReader:
 
 
 class TextHoles(dict[bytes, Delta | None]):
-    """What holes of text say, all of one worker's; None: nothing, or it is no text."""
+    """The content of holes of text, all of one worker's; None: nothing, or it is no text."""
 
     def __init__(self, pieces: PieceTokens) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class IdHoles(dict[bytes, tuple[int, ...] | None]):
 
 
 class Holes:
-    """What is remembered of one worker's holes."""
+    """The remembered contents of one worker's holes."""
 
     def __init__(self, pieces: PieceTokens) -> None:
         self.texts = TextHoles(pieces)
