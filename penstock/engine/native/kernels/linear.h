@@ -10,8 +10,8 @@
 
 namespace {
 
-// Up to two rows read a panel strictly in the order of memory where the sums of both its halves are held at once (all but
-// bf16 on AVX2): they wait for nothing else, and the processor's prefetcher follows one stream rather than two that lie
+// Up to two rows read a panel strictly in the order of memory where the sums of both its halves are held at once (of bf16 on
+// AVX2 one row): they wait for nothing else, and the processor's prefetcher follows one stream rather than two that lie
 // 1 KiB apart. AVX-512's bf16 and VNNI's int8 ask for what lies kNearBytes ahead then; int8 without VNNI asks for nothing.
 constexpr int kRowsInOrder = 2;
 // Rows that share what is loaded of a weight (kByteRows: of int8), and the halves of a panel (16 columns each) whose sums
@@ -144,9 +144,42 @@ static __attribute__((noinline)) void bf16_halves(const bf16 *w, const float *a,
       for (int c = 0; c < 2; c++) _mm256_storeu_ps(sums + r * 32 + h * 16 + c * 8, acc[h][r][c]);
 }
 
+// Eight columns' sums each += sixteen columns of weights, two inputs of each, times those.
+static inline void pair_to(__m256 &low, __m256 &high, const bf16 *w, const float *x) {
+  const __m256i odd = _mm256_set1_epi32((int)0xffff0000);
+  __m256i a = _mm256_loadu_si256((const __m256i *)w), b = _mm256_loadu_si256((const __m256i *)w + 1);
+  __m256 x0 = _mm256_broadcast_ss(x), x1 = _mm256_broadcast_ss(x + 1);
+  fma_to(low, _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), x0);
+  fma_to(high, _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), x0);
+  fma_to(low, _mm256_castsi256_ps(_mm256_and_si256(a, odd)), x1);
+  fma_to(high, _mm256_castsi256_ps(_mm256_and_si256(b, odd)), x1);
+}
+
+// A lone row reads its panel in the order of memory and asks for nothing ahead: the processor's prefetcher is better at
+// that. The halves' chains overlap where one ends. Its sums have names and the loops are written out in parts, for GCC
+// keeps those of an array, and those of loops that are wholly written out, in memory.
+static __attribute__((noinline)) void bf16_lone(const bf16 *w, const float *a, int64_t k_first, int64_t k_last,
+                                                float *sums, bool fresh) {
+  __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+  if (!fresh) {
+    s0 = _mm256_loadu_ps(sums), s1 = _mm256_loadu_ps(sums + 8);
+    s2 = _mm256_loadu_ps(sums + 16), s3 = _mm256_loadu_ps(sums + 24);
+  }
+  for (int64_t k = k_first; k < k_last; k += 32) {
+    const bf16 *block = w + k * 32;
+#pragma GCC unroll 4
+    for (int p = 0; p < 16; p++) pair_to(s0, s1, block + p * 32, a + k + 2 * p);
+#pragma GCC unroll 4
+    for (int p = 0; p < 16; p++) pair_to(s2, s3, block + 512 + p * 32, a + k + 2 * p);
+  }
+  _mm256_storeu_ps(sums, s0), _mm256_storeu_ps(sums + 8, s1);
+  _mm256_storeu_ps(sums + 16, s2), _mm256_storeu_ps(sums + 24, s3);
+}
+
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
                       bool fresh, Wanted *wanted) {
+  if constexpr (R == 1) return bf16_lone(w, a, k_first, k_last, sums, fresh);
   for (int64_t k = k_first; k < k_last; k += kPieceInCache, fresh = false) {
     int64_t last = k_last - k < kPieceInCache ? k_last : k + kPieceInCache;
     for (int h = 0; h < 2; h++) bf16_halves<R, 1>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
