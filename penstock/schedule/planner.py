@@ -119,8 +119,9 @@ class Planner:
         token.
         """
         for request in self._batch.running:
-            if len(request.tokens) - request.num_prompt != request.num_charged:
-                self.charge_generated(request)
+            if generated := len(request.tokens) - request.num_prompt - request.num_charged:
+                request.num_charged += generated
+                self._queue.charge(request, generated=generated)
 
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""

@@ -103,16 +103,7 @@ class BlockPool:
         """
         if not count:
             return ()
-        free = self._free
-        left = len(free) - count
-        if left >= 0:
-            blocks = free[left:]
-            del free[left:]
-            blocks.reverse()
-        elif count <= self.num_available:
-            blocks = [*reversed(free), *self._evict(-left)]
-            free.clear()
-        else:
+        if (blocks := self._take(count)) is None:
             return None
         references, owners = self._references, self._owner
         for block in blocks:
@@ -125,6 +116,17 @@ class BlockPool:
             self._count_used(PUBLIC, num_public)
         self._count_used(owner, count - num_public)
         return tuple(blocks)
+
+    def allocate_each(self, owners: Sequence[bytes]) -> Sequence[int]:
+        """`allocate` one block for each of these namespaces, one after the other. There must be as many."""
+        blocks = self._take(len(owners))
+        assert blocks is not None, "there were blocks enough"
+        references, owner_of, used_by = self._references, self._owner, self._used_by
+        for block, owner in zip(blocks, owners, strict=True):
+            references[block] = 1
+            owner_of[block] = owner
+            used_by[owner] = used_by.get(owner, 0) + 1
+        return blocks
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
         """The blocks of the longest known prefix of a hash chain.
@@ -354,6 +356,23 @@ class BlockPool:
     def owner(self, block: int) -> bytes:
         """The namespace whose tokens `block` holds (of its last holder, if it is free)."""
         return self._owner[block]
+
+    def _take(self, count: int) -> list[int] | None:
+        """So many blocks that nobody holds, the free ones first; None, and nothing changes, if there are
+        fewer.
+        """
+        free = self._free
+        left = len(free) - count
+        if left >= 0:
+            blocks = free[left:]
+            del free[left:]
+            blocks.reverse()
+            return blocks
+        if count > self.num_available:
+            return None
+        blocks = [*reversed(free), *self._evict(-left)]
+        free.clear()
+        return blocks
 
     def _count_used(self, owner: bytes, change: int) -> None:
         if not change:

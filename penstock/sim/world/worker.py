@@ -386,16 +386,15 @@ class SimWorker:
 
     def _extend_fast_forward(self) -> None:
         """Work out when some more steps end."""
-        times, rows, kv_tokens = self._times, self._fast_forward_rows, self._fast_forward_kv
-        step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
-        for _ in range(min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))):
-            kv_tokens += rows
-            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
+        times, rows, read = self._times, self._fast_forward_rows, self._fast_forward_kv
+        count = min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))
+        self._fast_forward_kv = end = read + rows * count
+        time_ns, slowness = times[-1], self._slowness
+        for each_ns in self.spec.step_time.decode_ns(rows, range(read + rows, end + 1, rows)):
             if slowness != 1.0:
                 each_ns = int(each_ns * slowness)
             time_ns += each_ns if each_ns > 1 else 1
             times.append(time_ns)
-        self._fast_forward_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
 
     def _on_coasted(self, now_ns: int, times: list[int]) -> None:
