@@ -183,6 +183,8 @@ class HostTier:
 
     def take_copies(self) -> Copies:
         """The copies to start now. Each must be answered by one `finish`."""
+        if not self.limits.num_slots:
+            return NO_COPIES
         return Copies(tuple(self._take_stores()), tuple(self._take_loads()))
 
     def _take_stores(self) -> list[BlockCopy]:
