@@ -377,7 +377,7 @@ class HostTier:
         del self._slot_of[block_hash]
         self._hash_of[slot] = None
         if self._state[slot] is not Slot.STORING:
-            self._pool.events.removed(block_hash, medium=HOST)
+            self._pool.events.removed((block_hash,), medium=HOST)
 
     def _touch(self, slot: int) -> None:
         """The slot's content was wanted just now: it is the last to be evicted."""

@@ -260,7 +260,8 @@ class PromptBlockNames:
         packed = array("Q", self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens))
         if sys.byteorder == "big":
             packed.byteswap()
-        return list(itertools.chain.from_iterable(iter_unpack(_NAME, packed)))
+        names: Iterator[BlockHash] = itertools.chain.from_iterable(iter_unpack(_NAME, packed))
+        return list(names)
 
     def keys(
         self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
