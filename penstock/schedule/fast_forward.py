@@ -72,7 +72,7 @@ class DecodeFastForward:
         self._planner.fast_forward(count)
         kv_read = 0
         ended: list[Request] = []
-        begins: list[tuple[Request, int]] = []  # Who begins a block, and in which of the steps.
+        begins: list[tuple[Request, int]] = []  # Those that begin a block, and in which of the steps.
         for request, update in zip(running, draw(running, count), strict=True):
             tokens, planned = request.tokens, request.num_planned
             tokens += update
