@@ -260,8 +260,7 @@ class PromptBlockNames:
         packed = array("Q", self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens))
         if sys.byteorder == "big":
             packed.byteswap()
-        names: Iterator[BlockHash] = itertools.chain.from_iterable(iter_unpack(_NAME, packed))
-        return list(names)
+        return list(map(BlockHash, itertools.chain.from_iterable(iter_unpack(_NAME, packed))))
 
     def keys(
         self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
