@@ -368,8 +368,15 @@ class Roofline:
         return round(self._overhead + longer + link) or 1
 
     def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
-        """See `StepTime`."""
-        return [self.step_ns(StepShape(rows, 0, 0, count)) for count in kv_tokens]
+        """See `StepTime`. Only what is read of the KV cache differs from step to step, and is multiplied."""
+        memory, compute, link = self.parts_ns(StepShape(rows, 0, 0, 0))
+        kv, pair, overhead = self._kv, self._pair, self._overhead
+        found: list[int] = []
+        for count in kv_tokens:
+            read, multiplied = memory + kv * count, compute + pair * count
+            longer = multiplied if multiplied > read else read
+            found.append(round(overhead + longer + link) or 1)
+        return found
 
     def parts_ns(self, shape: StepShape) -> tuple[float, float, float]:
         """(memory, compute, communication) in nanoseconds: the larger of the first two counts."""

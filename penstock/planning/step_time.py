@@ -133,7 +133,8 @@ class FittedModel:
 
     def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
         """See `StepTime`."""
-        return [self.step_ns(StepShape(rows, 0, 0, count)) for count in kv_tokens]
+        base_ns, kv_ns = self.predict_ns(rows, rows, 0, 0), self._coefficients[3]
+        return [max(1, round(base_ns + kv_ns * count)) for count in kv_tokens]
 
 
 def fit(steps: Sequence[Step]) -> tuple[FittedModel, FitError]:
