@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,27 +96,38 @@ def test_gptq_and_awq_lose_less_than_rounding_does() -> None:
     assert relative_error(weight, clipped, gram) < relative_error(weight, nearest(weight, 32).dense(), gram)
 
 
+@pytest.mark.parametrize(
+    ("gram_bytes", "first"), [(1, "model-layers-0000-0000.safetensors"), (1 << 30, "layer-0000.safetensors")]
+)
 def test_interrupted_work_is_taken_up_again(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gram_bytes: int, first: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "GRAM_BYTES_MAX", 1)  # One layer at a time.
+    """Whether layers are calibrated one at a time or together."""
+    monkeypatch.setattr(publish, "GRAM_BYTES_MAX", gram_bytes)
     whole, output = tmp_path / "whole", tmp_path / "out"
     Quantizer(dense, whole, "gptq-int4", prompts()).run(lambda _done, _total: None)
+    rounded, layer_class = list[int](), publish._Layer  # pyright: ignore[reportPrivateUsage]
 
-    def interrupt(done: int, total: int) -> None:
-        if done > total // 2:
+    def layer(quantizer: Quantizer, number: int, inputs: Any) -> object:
+        rounded.append(number)
+        return layer_class(quantizer, number, inputs)
+
+    monkeypatch.setattr(publish, "_Layer", layer)
+
+    def interrupt(_done: int, _total: int) -> None:
+        if (output / first).is_file():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         Quantizer(dense, output, "gptq-int4", prompts()).run(interrupt)
-    first = output / "model-layers-0000-0000.safetensors"
-    written = first.stat().st_mtime_ns
+    assert rounded == [0]
     assert not (output / "config.json").exists(), "an unfinished directory is no model"
     with pytest.raises(ConfigError, match="another model, format or text"):
         Quantizer(dense, output, "awq-int4", prompts())
     errors = Quantizer(dense, output, "gptq-int4", prompts()).run(lambda _done, _total: None)
     assert len(errors) == 14
-    assert first.stat().st_mtime_ns == written
+    assert rounded == [0, 1], "each once"
+    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
     for path in whole.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             assert torch.equal(tensor, load_file(output / path.name)[name]), name
