@@ -120,7 +120,7 @@ def weight_files(directory: Path) -> list[str]:
     for name in reversed(WEIGHTS):
         if (directory / name).is_file():
             return [name]
-    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    names = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
     found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
     parts = [part.groups() for part in map(_SHARD.fullmatch, found) if part is not None]
     if not parts:

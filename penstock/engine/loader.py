@@ -264,6 +264,8 @@ def _read_tensor(name: str, files: dict[str, _Stored]) -> Tensor:
 def _open_all(directory: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for path in checkpoint_files(directory):
+        if path.exists() and not path.is_file():  # Opening a pipe would wait for ever.
+            raise CheckpointError(f"{path}: expected a file, it is something else")
         try:
             file = cast(_File, cast(Any, safe_open)(str(path), framework="pt"))
         except FileNotFoundError as error:
