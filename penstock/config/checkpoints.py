@@ -156,7 +156,8 @@ _HUB_ID = re.compile(
     r"(@(?P<revision>[\w./-]{1,128}))?",
     re.IGNORECASE,
 )
-_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+_WANTED = ["*.json", "*.jinja", "*.safetensors", "!consolidated*"]
+"""Not the same weights a second time in Mistral's own layout."""
 
 
 def served_name(model: ModelConfig) -> str:
