@@ -202,7 +202,7 @@ def test_a_truncated_file(directory: Path, keep: int) -> None:
 
 def test_a_file_of_something_else(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3)
-    assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+    assert "model.safetensors: not a whole safetensors file (a pointer of git-lfs" in refusal(directory)
 
 
 @pytest.mark.parametrize(
