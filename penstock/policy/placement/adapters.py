@@ -35,7 +35,7 @@ DEMAND_MAX = 4096
 _HOME = 0.8
 """Of a load's time, what counts where the adapter has its home: there it will be wanted again."""
 _ORDERED = 0.5
-"""What counts of the rest of a load that is on its way: else a worker that is a little less busy would be
+"""The share of the rest of a load on its way that counts: else a worker that is a little less busy would be
 given the request, and would load the same again."""
 _FORGET_S = 60.0
 """A load that was ordered and is over due by so much is not expected any more."""
