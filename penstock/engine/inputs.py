@@ -94,6 +94,8 @@ class RowTables:
         self.top_p = np.ones(max_running, np.float64)
         self.min_p = np.zeros(max_running, np.float32)
         self.seed = np.zeros(max_running, np.uint64)
+        self.match_min = np.zeros(max_running, np.int64)
+        """See `RowWork`; of rows that have drafts in this step."""
         self.logprobs: list[int | None] = [None] * max_running
         self._prompt_logprobs = [0] * max_running
         self._num_prompt = [0] * max_running
@@ -118,6 +120,7 @@ class RowTables:
         limit = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
         drafted, where = np.zeros_like(limit), np.flatnonzero(limit)
         known = computed[where].astype(np.int64) + 1
+        self.match_min[rows[where]] = [plan.work[index].match_min for index in where.tolist()]
         drafted[where] = proposer.propose(rows[where], known, limit[where], self)
         if not drafted.any():
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)

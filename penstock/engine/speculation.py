@@ -28,9 +28,8 @@ from penstock.engine.native.library import NativeLibrary, PsLookup
 from penstock.engine.sampler import results
 from penstock.schedule.plan import Drafting, Forced, Sampled, StepPlan
 
-MATCH_MIN, MATCH_MAX = 2, 16
-"""Tokens at the end of a row that must have been said before, at least; and where a longer run is no
-better."""
+MATCH_MAX = 16
+"""Of the tokens at the end of a row that have been said before: a longer run is no better."""
 
 Follows = Mapping[int, Forced | str]
 """By index: the tokens that a row's grammar forces behind the drawn one, or why the row failed."""
@@ -84,7 +83,8 @@ class ReadsStates(Proposer, Protocol):
 
 class PromptLookup:
     """Guesses that a row continues as it did where its last tokens stood before: in its prompt, or in its
-    answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last.
+    answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last. How
+    long it must be at least the plan says.
     """
 
     def __init__(self, native: NativeLibrary | None) -> None:
@@ -105,19 +105,19 @@ class PromptLookup:
         token_ids, found = tables.token_ids, np.zeros(len(rows), np.int64)
         if self._native is None:
             for i, (row, num_known, count) in enumerate(zip(rows, known, limit, strict=True)):
-                found[i] = _guess(token_ids[row], int(num_known), int(count))
+                found[i] = _guess(token_ids[row], int(num_known), int(count), int(tables.match_min[row]))
             return found
         self._native.lookup(
             PsLookup(
                 token_ids=token_ids.ctypes.data, rows=rows.ctypes.data, known=known.ctypes.data,
-                limit=limit.ctypes.data, found=found.ctypes.data, num_rows=len(rows),
-                ld_tokens=token_ids.shape[1], match_min=MATCH_MIN, match_max=MATCH_MAX,
+                limit=limit.ctypes.data, match_min=tables.match_min.ctypes.data, found=found.ctypes.data,
+                num_rows=len(rows), ld_tokens=token_ids.shape[1], match_max=MATCH_MAX,
             )
         )  # fmt: skip
         return found
 
 
-def _guess(token_ids: Int32Array, num_known: int, limit: int) -> int:
+def _guess(token_ids: Int32Array, num_known: int, limit: int, match_min: int) -> int:
     """Write guesses behind the known tokens of one row; how many."""
     known = token_ids[:num_known]
     ends = np.flatnonzero(known[:-1] == known[-1])  # Of runs that may be repeated: of one token so far.
@@ -131,7 +131,7 @@ def _guess(token_ids: Int32Array, num_known: int, limit: int) -> int:
             break
         lengths[growing] = length + 1
     longest = int(lengths.max())
-    if longest < MATCH_MIN:
+    if longest < match_min:
         return 0
     first = int(ends[np.flatnonzero(lengths == longest)[-1]]) + 1
     for i in range(limit):  # One by one: where the run continues into the guesses, it is a period.

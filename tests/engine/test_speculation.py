@@ -33,6 +33,7 @@ def native() -> NativeLibrary | None:
 def guessed(tokens: list[int], limit: int, kernels: NativeLibrary | None) -> list[int]:
     tables = RowTables(max_running=2, max_model_len=len(tokens) + limit)
     tables.token_ids[1, : len(tokens)] = tokens
+    tables.match_min[1] = 2
     tables.token_ids[1, len(tokens) :] = -1
     known, wanted = np.array([len(tokens)]), np.array([limit])
     (found,) = PromptLookup(kernels).propose(np.array([1]), known, wanted, tables)
