@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from penstock.offline.prompts import TextPrompt, TokensPrompt
     from penstock.offline.vectors import EmbeddingRequestOutput
 
 __version__ = "0.1.0"
@@ -35,6 +36,8 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 _ROOMS = {
     "LLM": "llm",
@@ -44,6 +47,8 @@ _ROOMS = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "ScoringRequestOutput": "outputs",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
     "EmbeddingRequestOutput": "vectors",
 }
 """Where in `penstock.offline` each is; the others are in `params`."""

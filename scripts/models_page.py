@@ -28,7 +28,10 @@ GGUF = {
     "gguf-f32": ("GGUF F32, F16, BF16", "as it is"),
     "gguf-q8_0": ("GGUF Q8_0", "bf16"),
     "gguf-q4_0": ("GGUF Q4_0", "int4"),
+    "gguf-q4_1": ("GGUF Q4_0 with Q4_1", "int4"),
     "gguf-q4_k_m": ("GGUF Q4_K_M (Q4_K and Q6_K)", "int4 where a product is Q4_K as a whole, else bf16"),
+    "gguf-q4_k_m-odd": ("GGUF Q4_K_M of rows that 256 does not divide (Q5_0, Q5_1, Q8_0)", "bf16"),
+    "gguf-q5_k_m": ("GGUF Q5_K_M (Q5_K and Q6_K)", "bf16"),
     "gguf-q6_k": ("GGUF Q6_K", "bf16"),
 }
 """The same for GGUF, whose architectures have other names: tests/engine/test_gguf.py loads each."""

@@ -8,10 +8,10 @@ workers of which every step is computed). In each trial conversations are dealt 
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal), for real steps scatter and modelled ones do not: as
-much as `--fit` finds in a real rollout (a server's rollouts.json, or what bench.sockets.rollout_noise
-writes), or `--noise`. The new version's faults are laid over the canary's requests. It is judged every
-`LOOK_S` seconds; in the product every second, which intervals that hold at all times do not mind. A FILE
-that is there already is added to, so that the versions may be tried in parts.
+much as `--fit` finds in a real rollout (a server's rollouts.json, or a result that holds one), or `--noise`.
+The new version's faults are laid over the canary's requests. It is judged every `LOOK_S` seconds; in the
+product every second, which intervals that hold at all times do not mind. A FILE that is there already is
+added to, so that the versions may be tried in parts.
 """
 
 import math

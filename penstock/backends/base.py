@@ -136,6 +136,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """Reasoning before the text, from workers that tell it apart."""
     vectors: tuple[tuple[int, bytes], ...] = ()
     """Of some of `GenerateRequest.inputs`: their places, and float32, little-endian."""
+    encoded: bytes = b""
+    """`text` as a JSON string, where that is known; empty: it is not."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

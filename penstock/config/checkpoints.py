@@ -8,7 +8,7 @@ whether the engine reads the weights of one that passes.
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +22,13 @@ from penstock.weight_cache.source import SourceError
 GGUF_MAGIC = b"GGUF"
 JSON_BYTES_MAX = 16 * 1024 * 1024
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_NO_WEIGHTS = ("consolidated", "adapter_")
+"""How the names of safetensors files begin that hold a model in another layout, or no model."""
 BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
 GGUF_SUFFIX = ".gguf"
 S3 = "s3://"
 _SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NAMES_SHOWN = 8
 
 
@@ -50,7 +53,7 @@ def gguf_in(directory: Path) -> Path | None:
     Raises:
         CheckpointError: there are several.
     """
-    if has_any(directory, WEIGHTS):
+    if weight_files(directory):
         return None
     found = sorted(path.name for path in directory.glob("*") if path.name.lower().endswith(GGUF_SUFFIX))
     firsts: list[str] = []
@@ -88,7 +91,7 @@ def check_is_model(directory: Path) -> None:
     Raises:
         CheckpointError: it has no `config.json`; the message says what it has.
     """
-    if (directory / "adapter_config.json").is_file() and not has_any(directory, WEIGHTS):
+    if (directory / "adapter_config.json").is_file() and not weight_files(directory):
         base = str(
             json_object(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         )
@@ -109,9 +112,21 @@ def check_is_model(directory: Path) -> None:
     )
 
 
-def has_any(directory: Path, names: Iterable[str]) -> bool:
-    """Whether one of the files is there."""
-    return any((directory / name).is_file() for name in names)
+def weight_files(directory: Path) -> list[str]:
+    """The names of a directory's weights: its index or its one file, by their usual names; else all parts of
+    one model, or the only safetensors file that there is (AutoGPTQ's `gptq_model-4bit-128g`). Empty: there
+    are none, or it cannot be told which.
+    """
+    for name in reversed(WEIGHTS):
+        if (directory / name).is_file():
+            return [name]
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
+    parts = [part.groups() for part in map(_SHARD.fullmatch, found) if part is not None]
+    if not parts:
+        return found if len(found) == 1 else []
+    models = {(name, count) for name, _, count in parts}
+    return found if len(models) == 1 and len(parts) == len(found) == int(parts[0][2]) else []
 
 
 def first_match(directory: Path, pattern: str) -> str:

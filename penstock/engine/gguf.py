@@ -2,8 +2,9 @@
 
     F32, F16, BF16    as they are
     Q8_0              blocks of 32: float16 d, int8 q                       W = d q
-    Q4_0              blocks of 32: float16 d, q from 0 to 15               W = d (q - 8)
-    Q4_K              256 = 8 groups of 32, each with 6 bits s and m        W = (d s) q - (dmin m)
+    Q4_0, Q5_0        blocks of 32: float16 d, 4 or 5 bits q                W = d (q - 8), d (q - 16)
+    Q4_1, Q5_1        blocks of 32: float16 d and m, 4 or 5 bits q          W = d q + m
+    Q4_K, Q5_K        256 = 8 groups of 32, each with 6 bits s and m        W = (d s) q - (dmin m)
     Q6_K              256 = 16 groups of 16, each with int8 s, 6 bits q     W = (d s) (q - 32)
 
 The four-bit ones are the canonical form of `engine/quantized.py` in groups of 32 and stay integers where the
@@ -68,7 +69,7 @@ def load_gguf_weights(
     def kept(weight: Weight) -> bool:
         """All of its parts, or none: they become one matrix."""
         kinds = {stored[part.name].type.name for part in weight.parts}
-        return 4 in kept_bits and kinds in ({"Q4_0"}, {"Q4_K"}) and not weight.key.endswith(_NEVER_KEPT)
+        return 4 in kept_bits and kinds <= _INTEGERS.keys() and not weight.key.endswith(_NEVER_KEPT)
 
     def whole(weight: Weight) -> Tensor:
         return fused(weight, lambda part: source.dense(stored[part.name], dtype), dtype, device)
@@ -83,7 +84,7 @@ def load_gguf_weights(
         values = sum(prod(part.shape) for part in weight.parts)
         if not kept(weight):
             return values * dtype.itemsize
-        has_offset = stored[weight.parts[0].name].type.name == "Q4_K"
+        has_offset = any(stored[part.name].type.name != "Q4_0" for part in weight.parts)
         return values // 2 + values // _GROUP * 4 * (1 + has_offset)
 
     return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=bool(kept_bits))
@@ -241,21 +242,64 @@ def _q4_0(rows: Tensor) -> Tensor:
     return (scale * (values.to(torch.int8) - 8).float()).flatten(1)
 
 
-def _q4_k_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values [n, k / 256, 8, 32], and [n, k / 256, 8, 1]: their scales, and what is taken off."""
-    blocks = rows.view(rows.shape[0], -1, 144)
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """uint8 [..., 4], a bit for each value of a block, to [..., 32]: 16 where it is set."""
+    bits = packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten(-2) << 4
+
+
+def _q5_0(rows: Tensor) -> Tensor:
+    blocks = rows.view(rows.shape[0], -1, 22)
+    values = _nibbles(blocks[..., 6:]).flatten(-2) | _fifth_bits(blocks[..., 2:6])
+    return (_half(blocks[..., :2]) * (values.to(torch.int8) - 16).float()).flatten(1)
+
+
+def _q4_1_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [n, k / 32, 32], scales and what is added [n, k / 32, 1]."""
+    blocks = rows.view(rows.shape[0], -1, 20)
+    return _nibbles(blocks[..., 4:]).flatten(-2), _half(blocks[..., :2]), _half(blocks[..., 2:4])
+
+
+def _q4_1(rows: Tensor) -> Tensor:
+    values, scale, more = _q4_1_parts(rows)
+    return (scale * values.float() + more).flatten(1)
+
+
+def _q5_1(rows: Tensor) -> Tensor:
+    blocks = rows.view(rows.shape[0], -1, 24)
+    values = _nibbles(blocks[..., 8:]).flatten(-2) | _fifth_bits(blocks[..., 4:8])
+    return (_half(blocks[..., :2]) * values.float() + _half(blocks[..., 2:4])).flatten(1)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, k / 256, 8, 1] of the first 16 bytes of each block: scales, and what is taken off."""
     d, dmin = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     # 12 bytes: 6 bits of 4 scales, of 4 minima; the low 4 bits of the other 4 of each, whose high 2 bits are
     # the high bits of the first 8 bytes.
     first, second, third = _cut(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat((first & 63, (third & 15) | (first >> 2 & 48)), dim=-1)
     minima = torch.cat((second & 63, (third >> 4) | (second >> 2 & 48)), dim=-1)
+    return (d * scales.float())[..., None], (dmin * minima.float())[..., None]
+
+
+def _q4_k_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [n, k / 256, 8, 32], and [n, k / 256, 8, 1]: their scales, and what is taken off."""
+    blocks = rows.view(rows.shape[0], -1, 144)
     values = _nibbles(_cut(blocks[..., 16:], 4, 32)).flatten(-3, -2)
-    return values, (d * scales.float())[..., None], (dmin * minima.float())[..., None]
+    return values, *_k_scales(blocks)
 
 
 def _q4_k(rows: Tensor) -> Tensor:
     values, scale, less = _q4_k_parts(rows)
+    return (scale * values.float() - less).flatten(1)
+
+
+def _q5_k(rows: Tensor) -> Tensor:
+    blocks = rows.view(rows.shape[0], -1, 176)
+    # Bit i of byte j is the fifth of value j of group i.
+    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    values = _nibbles(_cut(blocks[..., 48:], 4, 32)).flatten(-3, -2) | high << 4
+    scale, less = _k_scales(blocks)
     return (scale * values.float() - less).flatten(1)
 
 
@@ -274,6 +318,13 @@ def _q4_0_integers(rows: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix(values=values.flatten(1), scale=scale.flatten(1))
 
 
+def _q4_1_integers(rows: Tensor) -> QuantizedMatrix:
+    values, scale, more = _q4_1_parts(rows)
+    return QuantizedMatrix(
+        values=values.flatten(1), scale=scale.flatten(1), offset=(8 * scale + more).flatten(1)
+    )
+
+
 def _q4_k_integers(rows: Tensor) -> QuantizedMatrix:
     values, scale, less = _q4_k_parts(rows)
     # The canonical form counts values from 8.
@@ -285,7 +336,15 @@ def _q4_k_integers(rows: Tensor) -> QuantizedMatrix:
 _DEQUANTIZE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
     "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-_INTEGERS: dict[str, Callable[[Tensor], QuantizedMatrix]] = {"Q4_0": _q4_0_integers, "Q4_K": _q4_k_integers}
+_INTEGERS: dict[str, Callable[[Tensor], QuantizedMatrix]] = {
+    "Q4_0": _q4_0_integers,
+    "Q4_1": _q4_1_integers,
+    "Q4_K": _q4_k_integers,
+}

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.config.checkpoints import WEIGHTS, weight_files
 from penstock.engine.gguf import load_gguf_weights
 from penstock.engine.quantized import IGNORED, StoredMatrix, find_stored
 from penstock.engine.weights import CPU, OnProgress, Part, Weights, fused
@@ -37,8 +38,7 @@ from penstock.models.names import (
 from penstock.models.quantization import Quantization
 from penstock.models.spec import DecoderSpec
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+SINGLE_FILE, INDEX_FILE = WEIGHTS
 _SIZE_FACTOR_MAX = 2
 _PACKED_MAX = 8
 _OF_EAGLE_3 = ("midlayer.", "d2t", "t2d")
@@ -288,12 +288,11 @@ def checkpoint_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: there are none, or the index of them is broken.
     """
-    index = directory / INDEX_FILE
-    if not index.exists():
-        single = directory / SINGLE_FILE
-        if not single.exists():
-            raise CheckpointError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return [single]
+    index, found = directory / INDEX_FILE, weight_files(directory)
+    if not found:
+        raise CheckpointError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    if found != [INDEX_FILE]:
+        return [directory / name for name in found]
     try:
         files = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
@@ -362,10 +361,24 @@ def _check(
     ignored_suffixes = names.ignored_suffixes + (IGNORED if stored else ())
     for name, found in files.items():
         ignored = name.endswith(ignored_suffixes) or name.startswith(names.ignored_prefixes)
-        if name not in known and not ignored:
+        if name not in known and not ignored and not _is_spare_bias(name, found, stored):
             raise CheckpointError(
                 f"{found.path}: tensor {name} is not part of a {spec.architecture} of this config"
             )
+
+
+def _is_spare_bias(name: str, found: _Stored, stored: dict[str, StoredMatrix]) -> bool:
+    """Whether it is the bias of zeros that GPTQ's tools give every layer that they round (Qwen's own
+    checkpoints have it).
+    """
+    base = name.removesuffix(".bias")
+    if base == name or f"{base}.weight" not in stored:
+        return False
+    if found.header(name)[1] not in _DTYPES or bool(_read_tensor(name, {name: found}).any()):
+        raise CheckpointError(
+            f"{found.path}: tensor {name} is not all zeros, and this config calls for no bias there"
+        )
+    return True
 
 
 def _check_quantized(directory: Path, stored: StoredMatrix, files: dict[str, _Stored]) -> set[str]:

@@ -274,12 +274,12 @@ def find_stored(part: TensorPart, quantization: Quantization, headers: Headers) 
         method = quantization.method
         if method not in ("gptq", "awq"):
             raise CheckpointError(f"tensor {base}.qweight is not part of a {method} checkpoint")
-        group = quantization.group or k
-        if k % group:
+        group, bits = quantization.group or k, quantization.bits
+        if quantization.mixed:
+            group, bits = _own_group(base, k, headers)
+        if group < 1 or k % group:
             raise CheckpointError(f"{base}: its {k} inputs cannot be cut into groups of {group}")
-        return StoredMatrix(
-            part, method, quantization, quantization.bits, group, not quantization.symmetric, k // group
-        )
+        return StoredMatrix(part, method, quantization, bits, group, not quantization.symmetric, k // group)
     packed = headers.get(f"{base}.weight_packed")
     dtype = headers.get(part.name, ((), ""))[1]
     if packed is not None:
@@ -294,6 +294,20 @@ def find_stored(part: TensorPart, quantization: Quantization, headers: Headers) 
     if dtype in ("I8", "F8_E4M3"):
         return _with_scales(part, "int8" if dtype == "I8" else "float8", quantization, 8, headers)
     return None
+
+
+def _own_group(base: str, k: int, headers: Headers) -> tuple[int, int]:
+    """Inputs that share a scale, and the width, of a GPTQ layer whose config says that layers differ."""
+    shapes = [headers.get(f"{base}.{name}", ((), ""))[0] for name in ("qweight", "qzeros")]
+    if any(len(shape) != 2 or shape[0] < 1 for shape in shapes):
+        raise CheckpointError(f"{base}: expected qweight and qzeros of two dimensions, got {shapes}")
+    (rows, _), (groups, _) = shapes
+    bits = next((bits for bits in (4, 8) if rows == k * bits // 32), 0)
+    if not bits:
+        raise CheckpointError(
+            f"tensor {base}.qweight has {rows} rows; expected {k // 8} of 4 bits or {k // 4} of 8"
+        )
+    return k // groups, bits
 
 
 def _with_scales(

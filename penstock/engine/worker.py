@@ -47,7 +47,15 @@ from penstock.engine.sleep import Bed, WarmsUpAgain
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.worker import (
+    FALLING_ASLEEP,
+    WARMING_UP,
+    Fault,
+    Loading,
+    ModelInfo,
+    Ready,
+    WorkerFailed,
+)
 from penstock.protocol.worker_parts import Sleep, StaysAwake, Wake, WorkerAdapters
 from penstock.types import GRAMMAR_CAPABILITIES
 
@@ -149,7 +157,7 @@ class EngineLife:
             if not self._closers:
                 watch = self._watch(core)
             is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)
-            while is_asleep and (left := server.stop_taking(Loading("falling asleep"))):
+            while is_asleep and (left := server.stop_taking(Loading(FALLING_ASLEEP))):
                 # They are on their way here, or their grammars are compiled: no wake-up will come for them.
                 server.report(StaysAwake(left))
                 is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)

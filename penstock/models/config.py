@@ -94,7 +94,6 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_only_layers: list[int] | None = None
     decoder_sparse_step: int | None = None
     pretraining_tp: int | None = None
-    quantization_config: dict[str, Any] | None = None
     is_causal: bool | None = None
     is_decoder: bool | None = None
     layer_norm_eps: float | None = None

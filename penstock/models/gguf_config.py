@@ -256,7 +256,9 @@ def gguf_has_biases(gguf: Gguf) -> tuple[bool, bool, bool]:
     return q, o, up
 
 
-_BITS = {"Q4_0": 4, "Q4_K": 4, "Q6_K": 6, "Q8_0": 8}
+_BITS = {
+    "Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8,
+}  # fmt: skip
 """Widths of the values; what they are scaled by comes on top."""
 
 

@@ -4,26 +4,28 @@
     awq                  Lin et al. 2023 (arXiv 2306.00978): 4 bits, groups, zero points ("gemm" layout)
     compressed-tensors   llm-compressor's: packed 4 or 8 bits; int8, FP8 per tensor, channel, group or block
     fp8, fbgemm_fp8      FP8 (e4m3) per tensor, per channel, or in blocks (DeepSeek's, Qwen's)
+    modelopt             NVIDIA's: FP8 per tensor
 
-Which tensors a layer then has, and what they mean, is in `engine/quantized.py`.
+Older tools wrote it into files of their own beside `config.json`. Which tensors a layer then has, and what
+they mean, is in `engine/quantized.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
+from penstock.config.checkpoints import json_object
 from penstock.errors import CheckpointError
 
 Method = Literal["gptq", "awq", "compressed-tensors", "fp8", "gguf"]
 
-READ: dict[str, Method] = {
-    "gptq": "gptq",
-    "awq": "awq",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
-}
-"""Names in `quant_method`, and whose layout each means."""
+_BESIDE = (
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+    ("hf_quant_config.json", "modelopt"),
+)
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt say it, and the method where they name none."""
 _WIDTHS = (4, 8)
 _COMPRESSED = (
     "pack-quantized",
@@ -46,6 +48,8 @@ class Quantization:
     """Inputs that share a scale, as the config says; None: all of them, or each layer's scales tell."""
     zeros_less_one: bool = False
     """GPTQ's first format stores zero points less one."""
+    mixed: bool = False
+    """GPTQ: widths and groups of some layers are others (`dynamic`), which their tensors tell."""
     symmetric: bool = False
     """No zero points beside the middle of the range (GPTQ stores them all the same)."""
     block: tuple[int, int] | None = None
@@ -63,6 +67,25 @@ class Quantization:
         return self.bits if self.bits in widths and (self.method != "gguf" or self.bits == 4) else 0
 
 
+def find_quantization(directory: Path) -> tuple[dict[str, Any], Path] | None:
+    """The object that says how a model directory's layers are quantized, and its file; None: they are dense.
+
+    In `config.json`, of the whole or of its text part; `compression_config` is llm-compressor's first name.
+    """
+    config = json_object(directory / "config.json")
+    text = config.get("text_config")
+    for part in (config, cast(dict[str, Any], text) if isinstance(text, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(part.get(name), dict):
+                return cast(dict[str, Any], part[name]), directory / "config.json"
+    for name, method in _BESIDE:
+        given = json_object(directory / name)
+        given = given.get("quantization", given)
+        if isinstance(given, dict) and given:
+            return {"quant_method": method} | cast(dict[str, Any], given), directory / name
+    return None
+
+
 def read_quantization(given: Mapping[str, Any], where: str) -> Quantization:
     """The content of `quantization_config`.
 
@@ -74,12 +97,11 @@ def read_quantization(given: Mapping[str, Any], where: str) -> Quantization:
         CheckpointError: a method, width or layout that is not read, by name.
     """
     named = str(given.get("quant_method") or "an unnamed method")[:64]
-    method = READ.get(named)
-    if method is None:
+    if named not in _READERS:
         raise CheckpointError(
-            f"{where}: quantization_config: {named} is not read; expected one of {', '.join(READ)}"
+            f"{where}: quantization_config: {named} is not read; expected one of {', '.join(_READERS)}"
         )
-    return _READERS[method](given, f"{where}: quantization_config ({named})")
+    return _READERS[named](given, f"{where}: quantization_config ({named})")
 
 
 def _gptq(given: Mapping[str, Any], where: str) -> Quantization:
@@ -90,6 +112,7 @@ def _gptq(given: Mapping[str, Any], where: str) -> Quantization:
         group=_group(given.get("group_size", -1), where),
         symmetric=given.get("sym", True) is True,
         zeros_less_one=given.get("checkpoint_format", "gptq") != "gptq_v2",
+        mixed=bool(given.get("dynamic")),
     )
 
 
@@ -107,6 +130,11 @@ def _fp8(given: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(method="fp8", bits=8, block=_block(given.get("weight_block_size"), where))
 
 
+def _modelopt(given: Mapping[str, Any], where: str) -> Quantization:
+    _one_of(given.get("quant_algo"), ("FP8",), where, "quant_algo")
+    return Quantization(method="fp8", bits=8)
+
+
 def _compressed(given: Mapping[str, Any], where: str) -> Quantization:
     _one_of(given.get("format", "dense"), _COMPRESSED, where, "format")
     sparsity = given.get("sparsity_config")
@@ -114,6 +142,9 @@ def _compressed(given: Mapping[str, Any], where: str) -> Quantization:
         _one_of(
             cast(dict[str, Any], sparsity).get("format", "dense"), ("dense",), where, "sparsity_config.format"
         )
+    transforms = given.get("transform_config")
+    if isinstance(transforms, dict) and cast(dict[str, Any], transforms).get("config_groups"):
+        raise CheckpointError(f"{where}: transform_config (rotations of layers) is not read; expected none")
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: config_groups must be an object with at least one group")
@@ -134,7 +165,15 @@ def _compressed(given: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(method="compressed-tensors", bits=max(widths), block=block)
 
 
-_READERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}
+_READERS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+}
+"""By the name in `quant_method`."""
 
 
 def _one_of(value: object, known: tuple[object, ...], where: str, field: str) -> None:

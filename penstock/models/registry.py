@@ -8,9 +8,8 @@ name it here.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
-from penstock.config.checkpoints import BY_VLLM, WEIGHTS, first_match, has_any, json_object, path_of
+from penstock.config.checkpoints import BY_VLLM, WEIGHTS, first_match, path_of, weight_files
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE, HfConfig
@@ -28,7 +27,7 @@ from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
 from penstock.models.files import is_gguf, read_config
 from penstock.models.gguf_config import gguf_config, gguf_has_biases, gguf_names, gguf_quantization, read_gguf
 from penstock.models.names import CheckpointNames
-from penstock.models.quantization import Quantization, read_quantization
+from penstock.models.quantization import Quantization, find_quantization, read_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.models.vectors import PoolingSpec, read_pooling
 
@@ -91,8 +90,9 @@ def stored_quantization(directory: Path) -> Quantization | None:
     """
     if is_gguf(directory):
         return gguf_quantization(read_gguf(directory))
-    given = read_config(directory).quantization_config
-    return None if given is None else read_quantization(given, str(directory / CONFIG_FILE))
+    read_config(directory)
+    found = find_quantization(directory)
+    return None if found is None else read_quantization(found[0], str(found[1]))
 
 
 def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
@@ -146,17 +146,15 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
     if is_gguf(directory):
         gguf_config(read_gguf(directory))
         return
-    config = json_object(directory / "config.json")
-    quantized = config.get("quantization_config")
-    if isinstance(quantized, dict):
+    if (quantized := find_quantization(directory)) is not None:
         try:
-            read_quantization(cast(dict[str, Any], quantized), str(directory / CONFIG_FILE))
+            read_quantization(quantized[0], str(quantized[1]))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}; give the model's plain weights, which --quantization int8 or int4 rounds while "
                 f"loading, {BY_VLLM}"
             ) from error
-    if not needs_weights or has_any(directory, WEIGHTS):
+    if not needs_weights or weight_files(directory):
         return
     if found := first_match(directory, "pytorch_model*.bin"):
         raise CheckpointError(

@@ -18,7 +18,7 @@ from penstock.offline.params import (
 )
 from penstock.offline.prompts import ChatOptions, MessageLike, PromptInput, PromptLike
 from penstock.offline.settings import read_settings
-from penstock.text.tokenizer import Tokenizer
+from penstock.offline.tokens import ModelTokenizer
 
 INLINE_CHARS = 8 * 1024
 """Prompts up to this size are tokenized on the event loop (about 2 ms); longer ones in a thread."""
@@ -86,9 +86,9 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> ModelTokenizer:
         """The checkpoint's."""
-        return self._engine.prompts.tokenizer
+        return ModelTokenizer(self._engine.prompts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's recommended parameters."""

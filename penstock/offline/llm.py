@@ -49,6 +49,7 @@ from penstock.offline.prompts import (
     is_one_prompt,
 )
 from penstock.offline.settings import OfflineSettings, read_settings
+from penstock.offline.tokens import ModelTokenizer
 from penstock.offline.vectors import (
     REQUESTS_MAX,
     EmbeddingOutput,
@@ -62,7 +63,6 @@ from penstock.offline.vectors import (
 )
 from penstock.protocol.vectors import numbers
 from penstock.text.texts import TextTokens
-from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -137,9 +137,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> ModelTokenizer:
         """The checkpoint's."""
-        return self._engine.prompts.tokenizer
+        return ModelTokenizer(self._engine.prompts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's recommended parameters, which count where a call says nothing."""
@@ -178,9 +178,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The answer to one conversation, or to each of several, through the checkpoint's template.
+        """The answer to one conversation, or to each of several, through the checkpoint's template or a given
+        one.
 
         Tools are shown to the model; its calls are part of the text, as it writes them.
 
@@ -193,6 +195,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
         maker = self._engine.prompts

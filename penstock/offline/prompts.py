@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, NotRequired, TypedDict, TypeGuard, TypeVar, cast
 
+import jinja2
 import msgspec
 
 from penstock.clock import Clock
-from penstock.errors import InvalidRequest, Unsupported
+from penstock.errors import CheckpointError, InvalidRequest, Unsupported
 from penstock.protocol.needs import MEDIA_TYPES
 from penstock.protocol.openai import Message, ToolSpec
 from penstock.protocol.openai_validate import check_messages, check_tools
@@ -28,6 +29,19 @@ _TEMPLATE_OWN = frozenset({
 })  # fmt: skip
 
 
+class TextPrompt(TypedDict):
+    """A prompt that is text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that was tokenized, and perhaps its text."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
 @dataclass(slots=True, frozen=True)
 class PromptInput:
     """One that the engine can be given."""
@@ -43,6 +57,8 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    """In the place of the checkpoint's."""
     chat_template_kwargs: Mapping[str, Any] | None = None
 
 
@@ -57,11 +73,33 @@ class PromptMaker:
         """
         self.tokenizer = Tokenizer.load(directory)
         self.template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
-        self._chats = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
+        self._chats = self._chats_of(self.template)
+        self._given: tuple[str, ChatPrompts] | None = None
+        """The template that a call brought last."""
 
     def close(self) -> None:
-        """End the process of templates that do not run in ours, if there is one."""
+        """End the processes of templates that do not run in ours, if there are any."""
         self.template.close()
+        if self._given is not None:
+            self._given[1].template.close()
+
+    def _chats_of(self, template: ChatTemplate) -> ChatPrompts:
+        return ChatPrompts(template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
+
+    def _chats_by(self, source: str | None) -> ChatPrompts:
+        """With the checkpoint's template, or with a call's own."""
+        if source is None:
+            return self._chats
+        given = self._given
+        if given is None or given[0] != source:
+            try:
+                made = self._chats_of(self.template.replaced(source))
+            except (jinja2.TemplateSyntaxError, CheckpointError) as error:
+                raise _wrong(str(error), "chat_template") from error
+            if given is not None:
+                given[1].template.close()
+            self._given = given = (source, made)
+        return given[1]
 
     def plain(self, given: object) -> PromptInput:
         """One prompt.
@@ -112,7 +150,7 @@ class PromptMaker:
         extra = dict(options.chat_template_kwargs or {})
         if taken := sorted(_TEMPLATE_OWN & extra.keys()):
             raise _wrong(f"may not set '{taken[0]}'", "chat_template_kwargs")
-        token_ids = self._chats.token_ids(
+        token_ids = self._chats_by(options.chat_template).token_ids(
             msgspec.to_builtins(found),
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.config.checkpoints import json_object, resolve, served_name
+from penstock.config.checkpoints import resolve, served_name
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import MODEL_LEN_MIN, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
+from penstock.models.quantization import find_quantization
 from penstock.models.registry import check_loads
 from penstock.types import ModelName
 
@@ -65,7 +66,7 @@ _OF_SPECULATION = frozenset(
     {"num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size"}
 )
 """Of `speculative_config`, what says how many tokens are guessed: here as many as pay."""
-_STORED = ("awq", "gptq", "compressed-tensors", "fp8", "gguf")
+_STORED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fp8", "modelopt", "gguf")
 _DTYPES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16", "auto": "auto"}
 _LOAD_FORMATS = {"auto": "safetensors", "safetensors": "safetensors", "dummy": "random", "random": "random"}
 
@@ -178,10 +179,9 @@ def _quantization(asked: object, directory: Path) -> str:
     if asked in ("none", "int8", "int4"):
         return str(asked)
     if asked in _STORED:
-        is_gguf = directory.is_file()
-        stored = json_object(directory / "config.json").get("quantization_config") if not is_gguf else None
-        method = "gguf" if is_gguf else stored.get("quant_method") if isinstance(stored, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        if method == asked:
+        stored = None if directory.is_file() else find_quantization(directory)
+        method = "gguf" if directory.is_file() else stored and stored[0].get("quant_method")
+        if method == str(asked).removesuffix("_marlin"):
             return "none"
         raise ConfigError(f"quantization: the checkpoint is not {asked} but {method or 'whole'}")
     raise ConfigError(f"quantization: {asked!r} is not supported: none, int8, int4 or {', '.join(_STORED)}")

@@ -195,6 +195,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     mac: bytes
 
 
+FALLING_ASLEEP = "falling asleep"
+"""The stage of a worker that was told to sleep and gives its memory back."""
+
+
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """The worker is not ready yet: `stage` in words, `done` of `total` (bytes or units; total 0 =
     unknown).

@@ -247,6 +247,7 @@ class ChatTemplate:
                 self._here[name] = compile_metered(source, wall_ns, chars_max=prompt_chars_max)
             except Unbounded as reason:
                 self.apart[name] = str(reason)
+        self._wall_ns = wall_ns
         self._child = TemplateChild(sources, child_limits, wall_ns)
         if self.apart:
             self._child.check()
@@ -274,6 +275,15 @@ class ChatTemplate:
             raise CheckpointError(f"{model_dir}: the chat template, line {error.lineno}: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{model_dir}: the chat template {error}") from error
+
+    def replaced(self, source: str) -> "ChatTemplate":
+        """This template in the place of the checkpoint's, with its special tokens.
+
+        Raises:
+            jinja2.TemplateSyntaxError, CheckpointError: as the constructor.
+        """
+        tokens, wall_ns = self._special_tokens, self._wall_ns
+        return ChatTemplate({"default": source}, special_tokens=tokens, wall_ns=wall_ns)
 
     @property
     def exists(self) -> bool:

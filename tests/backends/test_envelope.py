@@ -15,6 +15,7 @@ from penstock.backends.http.dialects.openai import ChatReader, CompletionReader
 from penstock.backends.http.dialects.tgi import TgiReader
 from penstock.backends.http.dialects.vllm import VllmReader
 from penstock.backends.http.envelope import Envelopes
+from penstock.protocol.stream import EventReader
 from penstock.types import RequestId, SamplingParams
 
 REQUEST = GenerateRequest(
@@ -164,6 +165,18 @@ def test_the_text_beside_ids_must_still_be_text() -> None:
     assert check("vllm", [good, good, good.replace(b'" a"', b"17"), good]) == 1
     assert check("vllm", [good, good, good.replace(b"[1]", b"[1,]"), good]) == 1
     assert check("vllm", [good, good.replace(b"[1]", b"[]"), good.replace(b"[1]", b"[ 4 , 5 ]")]) == 2
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_blank_lines_between_events_say_nothing(joins: bool) -> None:
+    one = json.dumps(event("chat", " a")).encode()
+    envelopes = Envelopes(ChatReader(REQUEST))
+    for lines in (b"\n\n", b"\n\n\n", b"\n\n\n\n"):
+        block = EventReader().whole(b"data: " + one + lines)
+        assert list(envelopes.sort(block, joins=joins)) == [one]
+        block = EventReader().whole((b"data: " + one + lines) * 2)
+        assert list(envelopes.sort(block, joins=joins)) == [one, one]
+    assert list(envelopes.sort(EventReader().whole(b"\n\n\n"), joins=joins)) == []
 
 
 def test_a_reader_that_remembers_reads_every_event() -> None:

@@ -34,6 +34,8 @@ def act(answer, request):
     if what == "fail":
         print("about to fail")
         raise KeyError("nothing")
+    if what == "no JSON":
+        return answer | {"choices": [float("nan")]}
     if what == "no answer":
         return {"choices": []}
     if what == "refuse":
@@ -142,6 +144,7 @@ def test_a_step_in_front_leaves_streams_as_they_are(client: openai.OpenAI) -> No
         ("eat", 500, "The ensemble 'tricks' failed: tricks:act took more than 268435456 bytes of memory."),
         ("die", 500, "The ensemble 'tricks' failed: tricks:act was ended (exit code 3)."),
         ("fail", 500, "The ensemble 'tricks' failed: tricks:act raised KeyError."),
+        ("no JSON", 500, "The ensemble 'tricks' failed: tricks:act raised ValueError."),
         ("no answer", 500, "The ensemble 'tricks' failed: tricks:act returned 0 choices."),
         ("refuse", 400, "Not this one."),
     ],

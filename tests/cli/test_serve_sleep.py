@@ -234,6 +234,7 @@ def test_versions_share_a_name_and_a_bound_on_memory(
         assert place.states() == {new: "ready", old: "asleep"}
         place.server.process.send_signal(signal.SIGINT)
         assert place.server.wait_ended() == 0, "who sleeps is ended like others"
+        assert "the model cannot answer" not in place.server.err.read_text(), "it was asleep or woke"
     finally:
         place.server.close()
     capsys.readouterr()

@@ -32,13 +32,17 @@ ARCHITECTURES = {
 }
 RECIPES: dict[str, Callable[[str], Kind]] = {
     "gguf-f32": lambda _: Kind.F32,
-    "gguf-f16": lambda _: Kind.F16,
-    "gguf-bf16": lambda _: Kind.BF16,
+    "gguf-f16": lambda name: Kind.F16 if "attn" in name else Kind.BF16,
     "gguf-q8_0": lambda _: Kind.Q8_0,
     "gguf-q4_0": lambda name: Kind.Q4_0 if name.startswith("blk.") else Kind.Q6_K,
     "gguf-q4_k_m": lambda name: (
         Kind.Q6_K if "ffn_down" in name or "attn_v" in name or "blk." not in name else Kind.Q4_K
     ),
+    "gguf-q4_k_m-odd": lambda name: {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q5_1}.get(
+        name.split(".")[-2], Kind.Q5_0
+    ),
+    "gguf-q4_1": lambda name: Kind.Q4_1 if "ffn_down" in name else Kind.Q4_0,
+    "gguf-q5_k_m": lambda name: Kind.Q6_K if "attn_v" in name or "blk." not in name else Kind.Q5_K,
     "gguf-q6_k": lambda _: Kind.Q6_K,
 }
 """Which type a matrix of a name is stored in."""
@@ -95,7 +99,7 @@ def convert(
 
 def pack(array: Array, kind: Kind) -> Array:
     """The bytes of a tensor."""
-    quantize = {Kind.Q4_K: _q4_k, Kind.Q6_K: _q6_k}.get(kind)
+    quantize = {Kind.Q4_K: _q4_k, Kind.Q5_K: _q5_k, Kind.Q6_K: _q6_k}.get(kind)
     if quantize is None:
         return gguf.quants.quantize(np.ascontiguousarray(array), kind)
     blocks = quantize(array.reshape(-1, 256).astype(np.float32))
@@ -109,21 +113,35 @@ def _half(numbers: Array) -> tuple[Array, Array]:
 
 
 def _q4_k(blocks: Array) -> Array:
+    scales, values = _k_groups(blocks, 15)
+    return np.concatenate([scales, _halves(values)], 1)
+
+
+def _q5_k(blocks: Array) -> Array:
+    scales, values = _k_groups(blocks, 31)
+    fifth = ((values >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)
+    return np.concatenate([scales, fifth, _halves(values & 15)], 1)
+
+
+def _halves(values: Array) -> Array:
+    pairs = values.reshape(-1, 4, 2, 32)
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+
+
+def _k_groups(blocks: Array, largest: int) -> tuple[Array, Array]:
+    """The 16 bytes of scales and minima, and values [blocks, 8, 32] from 0 to `largest`."""
     groups = blocks.reshape(-1, 8, 32)
     least = np.minimum(groups.min(2), 0.0)
-    width = (groups.max(2) - least) / 15
+    width = (groups.max(2) - least) / largest
     d_bytes, d = _half(width.max(1) / 63)
     m_bytes, m = _half(-least.min(1) / 63)
     scales = np.clip(np.rint(width / d[:, None]), 0, 63).astype(np.uint8)
     minima = np.clip(np.rint(-least / m[:, None]), 0, 63).astype(np.uint8)
     step = np.maximum(d[:, None] * scales, 1e-9)[..., None]
-    values = np.clip(np.rint((groups + (m[:, None] * minima)[..., None]) / step), 0, 15).astype(np.uint8)
+    values = np.clip(np.rint((groups + (m[:, None] * minima)[..., None]) / step), 0, largest)
     low = [scales[:, :4] | (scales[:, 4:] >> 4 << 6), minima[:, :4] | (minima[:, 4:] >> 4 << 6)]
     packed = np.concatenate([*low, (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4], axis=1)
-    pairs = values.reshape(-1, 4, 2, 32)
-    return np.concatenate(
-        [d_bytes, m_bytes, packed, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], 1
-    )
+    return np.concatenate([d_bytes, m_bytes, packed], 1), values.astype(np.uint8)
 
 
 def _q6_k(blocks: Array) -> Array:

@@ -67,20 +67,24 @@ def weights(model: Path, kept: frozenset[int] = frozenset()):
     return source, [weight.key for weight in decoder_weights(spec, names)]
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K])
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q6_K],
+)
 def test_numbers_are_those_of_the_library_to_the_last_bit(kind: Kind) -> None:
     """Of any bytes at all: each is a block of some numbers."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(int(kind))
     raw = random.integers(0, 256, (37, 512 // block, size), np.uint8)
-    halves = {Kind.Q4_K: ((0, 2), (2, 4)), Kind.Q6_K: ((208, 210),)}.get(kind, ((0, 2),))
+    two = dict.fromkeys((Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K), ((0, 2), (2, 4)))
+    halves = (two | {Kind.Q6_K: ((208, 210),)}).get(kind, ((0, 2),))
     for first, last in halves:  # Random bytes may be no number.
         scale = random.normal(size=raw.shape[:2]).astype("<f2")
         raw[:, :, first:last] = scale[..., None].view(np.uint8)
     expected = gguf.quants.dequantize(raw.reshape(37, -1), kind)
     rows = torch.from_numpy(raw.reshape(37, -1))
     assert np.array_equal(ours._DEQUANTIZE[kind.name](rows).numpy(), expected)  # pyright: ignore[reportPrivateUsage]
-    if kind in (Kind.Q4_0, Kind.Q4_K):
+    if kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K):
         integers = ours._INTEGERS[kind.name](rows)  # pyright: ignore[reportPrivateUsage]
         np.testing.assert_allclose(integers.dense(torch.float32).numpy(), expected, rtol=1e-5, atol=1e-4)
 

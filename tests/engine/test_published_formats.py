@@ -2,22 +2,24 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import Driver, distributions
 from lora_checkpoints import LINEARS, write_adapter
-from quantized_checkpoints import FORMATS, quantize
+from quantized_checkpoints import FORMATS, Tensors, gptq, quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, PHI3, VOCAB_SIZE, WHOLES, save, tiny_model
 
+from penstock.config.checkpoints import path_of
 from penstock.engine.loader import load_weights
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.quantized import QuantizedMatrix
 from penstock.errors import CheckpointError
 from penstock.models.names import decoder_weights
-from penstock.models.registry import read_spec, stored_quantization
+from penstock.models.registry import check_loads, read_spec, stored_quantization
 from penstock.types import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "models_page.py"
@@ -188,6 +190,12 @@ LAYER = "model.layers.1.mlp.down_proj"
         ("gptq", {}, {"extra": torch.zeros(1)}, f"tensor {LAYER}.extra is not part of a Qwen3ForCausalLM"),
         ("awq", {"version": "gemv"}, {}, "(awq): version 'gemv' is not read; expected gemm"),
         ("packed-int4", {"format": "marlin-24"}, {}, "format 'marlin-24' is not read"),
+        (
+            "packed-int4",
+            {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+            {},
+            "transform_config (rotations of layers) is not read",
+        ),
         ("packed-int4", {"config_groups": {}}, {}, "config_groups must be an object with at least one group"),
         (
             "packed-int4",
@@ -224,6 +232,119 @@ def test_others_are_refused_by_name(
         take_all(quantized)
     assert words in str(caught.value)
     assert str(quantized) in str(caught.value)
+
+
+def rewritten(
+    directory: Path, config: dict[str, object], change: Callable[[Tensors], Tensors] = dict
+) -> dict[str, object]:
+    """Change tensors, and put `config` in the place of `quantization_config`, which is returned."""
+    path = directory / "config.json"
+    content = json.loads(path.read_text())
+    stored = content.pop("quantization_config", {})
+    path.write_text(json.dumps(content | config))
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path)
+    return stored
+
+
+def spare_biases(value: float) -> Callable[[Tensors], Tensors]:
+    """As AutoGPTQ writes them, for every layer that it rounds."""
+
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {
+            name.removesuffix("qweight") + "bias": torch.full((tensor.shape[1],), value, dtype=torch.float16)
+            for name, tensor in tensors.items()
+            if name.endswith(".qweight")
+        }
+
+    return change
+
+
+def quantize_config(directory: Path) -> None:
+    """AutoGPTQ's: its own file, its own name of the weights, and biases of zeros."""
+    stored = rewritten(directory, {}, spare_biases(0.0))
+    kept = {name: stored[name] for name in ("bits", "group_size", "desc_act", "sym")}
+    (directory / "quantize_config.json").write_text(json.dumps(kept))
+    (directory / "model.safetensors").rename(directory / "gptq_model-4bit-32g.safetensors")
+
+
+def quant_config(directory: Path) -> None:
+    """AutoAWQ's first form."""
+    rewritten(directory, {})
+    given = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (directory / "quant_config.json").write_text(json.dumps(given))
+
+
+def hf_quant_config(directory: Path) -> None:
+    """ModelOpt's, with the scales of activations that its checkpoints have."""
+
+    def change(tensors: Tensors) -> Tensors:
+        scales = [name for name in tensors if name.endswith(".weight_scale")]
+        return tensors | {
+            name.replace("weight_scale", "input_scale"): tensors[name].clone() for name in scales
+        }
+
+    rewritten(directory, {}, change)
+    given = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    content = {"producer": {"name": "modelopt"}, "quantization": given}
+    (directory / "hf_quant_config.json").write_text(json.dumps(content))
+
+
+def compression_config(directory: Path) -> None:
+    """llm-compressor's first name; two parts without an index, beside a model in another layout."""
+    stored = rewritten(directory, {})
+    rewritten(directory, {"compression_config": stored, "quantization_config": None})
+    tensors = load_file(directory / "model.safetensors")
+    for i in range(2):
+        part = {name: tensors[name] for name in sorted(tensors)[i::2]}
+        save_file(part, directory / f"model-0000{i + 1}-of-00002.safetensors")
+    (directory / "model.safetensors").rename(directory / "consolidated.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "publish"),
+    [
+        ("gptq", quantize_config),
+        ("awq", quant_config),
+        ("fp8-tensor", hf_quant_config),
+        ("packed-int4", compression_config),
+    ],
+)
+def test_what_older_tools_published_loads(name: str, publish: Callable[[Path], None], tmp_path: Path) -> None:
+    quantized, twin = checkpoint(tmp_path, name)
+    publish(quantized)
+    check_loads(quantized)
+    assert path_of(quantized) == quantized.resolve()
+    (found, keys), (right, _) = weights(quantized, frozenset()), weights(twin, frozenset())
+    for key in keys:
+        torch.testing.assert_close(found.take(key), right.take(key), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_other_widths_are_read_by_their_tensors(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: other bits and groups for some layers, others left as they are."""
+    quantized, twin = checkpoint(tmp_path, "gptq")
+    wide, exact, dense = tmp_path / "wide", tmp_path / "exact", tmp_path / "dense"
+    quantize(dense, wide, exact, gptq(8, 16))
+    others, plain = load_file(wide / "model.safetensors"), load_file(dense / "model.safetensors")
+
+    def change(tensors: Tensors) -> Tensors:
+        kept = {name: tensor for name, tensor in tensors.items() if ".down_proj." not in name}
+        kept |= {name: tensor for name, tensor in plain.items() if ".down_proj." in name}
+        return kept | {name: tensor for name, tensor in others.items() if ".gate_proj." in name}
+
+    dynamic = {"+:.*gate_proj": {"bits": 8, "group_size": 16}, "-:.*down_proj": {}}
+    rewritten(quantized, {"quantization_config": FORMATS["gptq"].config | {"dynamic": dynamic}}, change)
+    (found, _), (right, _), (exactly, _) = (weights(each, frozenset()) for each in (quantized, twin, exact))
+    expected = [exactly.take("0.gate_up")[:96], right.take("0.gate_up")[96:]]
+    torch.testing.assert_close(found.take("0.gate_up"), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.take("0.down"), weights(dense, frozenset())[0].take("0.down"))
+
+
+def test_biases_that_a_model_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    quantized, _ = checkpoint(tmp_path, "gptq")
+    rewritten(quantized, {"quantization_config": FORMATS["gptq"].config}, spare_biases(0.5))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*\.bias is not all zeros"):
+        take_all(quantized)
 
 
 _FORMS = ("gptq", "awq", "packed-int4", "w8a8", "fp8-block", "gptq-act-order")

@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_driver import distributions
 from safetensors.torch import load_file
 from tiny_models import save, tiny_model
+from vector_models import decoder
 
 from penstock.cli.main import main
 from penstock.engine.quantize import publish
 from penstock.engine.quantize.calibrate import awq_clips, awq_scales, gptq, nearest, relative_error
 from penstock.engine.quantize.publish import TARGETS, Quantizer
 from penstock.errors import CheckpointError, ConfigError
+from penstock.models.registry import stored_pooling
 from penstock.rng import stream
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -93,27 +96,38 @@ def test_gptq_and_awq_lose_less_than_rounding_does() -> None:
     assert relative_error(weight, clipped, gram) < relative_error(weight, nearest(weight, 32).dense(), gram)
 
 
+@pytest.mark.parametrize(
+    ("gram_bytes", "first"), [(1, "model-layers-0000-0000.safetensors"), (1 << 30, "layer-0000.safetensors")]
+)
 def test_interrupted_work_is_taken_up_again(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gram_bytes: int, first: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "GRAM_BYTES_MAX", 1)  # One layer at a time.
+    """Whether layers are calibrated one at a time or together."""
+    monkeypatch.setattr(publish, "GRAM_BYTES_MAX", gram_bytes)
     whole, output = tmp_path / "whole", tmp_path / "out"
     Quantizer(dense, whole, "gptq-int4", prompts()).run(lambda _done, _total: None)
+    rounded, layer_class = list[int](), publish._Layer  # pyright: ignore[reportPrivateUsage]
 
-    def interrupt(done: int, total: int) -> None:
-        if done > total // 2:
+    def layer(quantizer: Quantizer, number: int, inputs: Any) -> object:
+        rounded.append(number)
+        return layer_class(quantizer, number, inputs)
+
+    monkeypatch.setattr(publish, "_Layer", layer)
+
+    def interrupt(_done: int, _total: int) -> None:
+        if (output / first).is_file():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         Quantizer(dense, output, "gptq-int4", prompts()).run(interrupt)
-    first = output / "model-layers-0000-0000.safetensors"
-    written = first.stat().st_mtime_ns
+    assert rounded == [0]
     assert not (output / "config.json").exists(), "an unfinished directory is no model"
     with pytest.raises(ConfigError, match="another model, format or text"):
         Quantizer(dense, output, "awq-int4", prompts())
     errors = Quantizer(dense, output, "gptq-int4", prompts()).run(lambda _done, _total: None)
     assert len(errors) == 14
-    assert first.stat().st_mtime_ns == written
+    assert rounded == [0, 1], "each once"
+    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
     for path in whole.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             assert torch.equal(tensor, load_file(output / path.name)[name]), name
@@ -121,6 +135,39 @@ def test_interrupted_work_is_taken_up_again(
         Quantizer(output, tmp_path / "again", "int8", prompts())
     with pytest.raises(ConfigError, match="is not empty"):
         Quantizer(dense, output, "int8", prompts())
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=f"{file}: is a file"):
+        Quantizer(dense, file, "int8", prompts())
+    with pytest.raises(ConfigError, match="file/out: cannot be written: Not a directory"):
+        Quantizer(dense, file / "out", "int8", prompts())
+    output, save_file = tmp_path / "out", publish.save_file
+
+    def full(_tensors: object, _path: Path, **_more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish, "save_file", full)
+    with pytest.raises(
+        ConfigError, match="out: cannot be written: No space left on device; the same command"
+    ):
+        Quantizer(dense, output, "int8", prompts()).run(lambda _done, _total: None)
+    assert not (output / "config.json").exists()
+    monkeypatch.setattr(publish, "save_file", save_file)
+    Quantizer(dense, output, "int8", prompts()).run(lambda _done, _total: None)
+    assert (output / "config.json").is_file()
+
+
+def test_a_model_of_vectors_keeps_its_pooling(tmp_path: Path) -> None:
+    decoder("qwen3", tmp_path / "dense", "mean", **SIZES, num_hidden_layers=1)
+    Quantizer(tmp_path / "dense", tmp_path / "out", "int8", prompts()).run(lambda _done, _total: None)
+    kept = stored_pooling(tmp_path / "out")
+    assert kept is not None
+    assert kept == stored_pooling(tmp_path / "dense")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from lora_checkpoints import write_adapter_for
 from small_llm import SMALL
 
-from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Unsupported, WorkerUnavailable
 from penstock.offline import calls
@@ -118,6 +118,29 @@ def test_a_score_is_the_mean_probability_of_the_second_text(llm: LLM) -> None:
     behind = [output.prompt_logprobs[-i][whole[-i]].logprob for i in range(1, near.outputs.num_tokens + 1)]  # pyright: ignore
     assert near.outputs.logprob == pytest.approx(sum(behind))
     assert near.outputs.score == pytest.approx(math.exp(sum(behind) / len(behind)))
+
+
+def test_prompts_that_a_script_makes_itself(llm: LLM) -> None:
+    """By the tokenizer, with transformers' names, or with a template of its own."""
+    tokenizer, chat = llm.get_tokenizer(), [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert isinstance(text, str)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids) == text != tokenizer.decode(ids, skip_special_tokens=True)
+    prompts = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=ids)]
+    (right,) = llm.chat(chat, params)
+    assert all(output.outputs[0].text == right.outputs[0].text for output in llm.generate(prompts, params))
+    end = tokenizer.eos_token_id
+    assert end is not None
+    assert tokenizer.convert_tokens_to_ids(*tokenizer.convert_ids_to_tokens([end])) == end
+    assert end in tokenizer.all_special_ids
+    assert len(tokenizer) == tokenizer.vocab_size > end
+    (own,) = llm.chat(chat, params, chat_template="{{ messages[0].content }} Say:")
+    assert own.prompt == "What is the capital of France? Say:"
+    with pytest.raises(InvalidRequest, match="Invalid 'chat_template'"):
+        llm.chat(chat, params, chat_template="{% if %}")
 
 
 def test_structured_outputs_and_stop_strings(llm: LLM) -> None:

@@ -27,11 +27,13 @@ from penstock.backends.base import (
     nothing,
 )
 from penstock.backends.http.adapter_calls import AdapterCalls
+from penstock.backends.http.chunks import Holes
 from penstock.backends.http.client import HttpClient
+from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http.small_answer import ProbeFailed, fetch
-from penstock.backends.http.stream import HttpStream, StreamContext
+from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import Anomaly, HttpBackendLimits, NoConnection
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import NS_PER_S, Clock, sleep
@@ -110,8 +112,9 @@ class HttpBackend:
         self._status = BackendStatus(
             stage="not asked yet", static_capabilities=capabilities, resumes=dialect.resumes
         )
+        pieces = PieceTokens(tokenizer)
         self._stream_context = StreamContext(
-            tokenizer=tokenizer, pieces=PieceTokens(tokenizer), clock=tools.clock, owner=self,
+            tokenizer=tokenizer, pieces=pieces, holes=Holes(pieces), clock=tools.clock, owner=self,
             limits=tools.config.http,
         )  # fmt: skip
         self._streams: dict[RequestId, HttpStream] = {}
@@ -241,7 +244,7 @@ class HttpBackend:
 
     # --- from its streams ------------------------------------------------------------------------------
 
-    def leave(self, stream: HttpStream, finish: Finish) -> None:
+    def leave(self, stream: LeavingStream, finish: Finish) -> None:
         """See `Owner`."""
         del self._streams[stream.request_id]
         self._meters.ended(_outcome(finish))

@@ -16,14 +16,15 @@ peer waits. That time is no silence of the peer's.
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import httptools
 
+from penstock.backends.http.chunks import is_one_chunk
+from penstock.backends.http.idle import IdleConnections
 from penstock.backends.http.terms import (
     HEAD_BYTES_MAX,
-    HEADS_MAX,
     IGNORING_HANDLER,
     Deadlines,
     FailureKind,
@@ -32,7 +33,7 @@ from penstock.backends.http.terms import (
     HttpHandler,
     HttpLimits,
     NoConnection,
-    head_lines,
+    RequestBytes,
     reason_of,
     tls_context,
 )
@@ -41,6 +42,8 @@ from penstock.clock import NS_PER_S, Clock
 
 _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
+_SOON_NS = NS_PER_S // 20
+"""Progress that follows so soon, or within a hundredth of the wait for it, does not move the deadline."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
 """How long the rest of an abandoned answer may take before its connection is closed."""
 
@@ -50,7 +53,8 @@ class HttpExchange:
 
     __slots__ = (
         "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
-        "_over", "_sent_ns", "_touched_ns", "_what", "handler", "held_ns", "num_bytes", "request",
+        "_num_untold", "_over", "_sent_ns", "_touched_ns", "_what", "handler", "held_ns", "num_bytes",
+        "request", "take_chunk",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
@@ -59,7 +63,10 @@ class HttpExchange:
         """Of the answer, so far."""
         self.held_ns = 0
         """How long it was held, in all."""
-        self._client, self._held_since_ns, self._touched_ns = client, 0, 0
+        self.take_chunk: Callable[[bytes], bool] | None = None
+        """Set by a handler that can take a read which is one chunk of one event, framing and all; False: it
+        is not like those before it, and nothing was done."""
+        self._client, self._held_since_ns, self._touched_ns, self._num_untold = client, 0, 0, 0
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._sent_ns, self._fresh, self._over, self._what = 0, False, False, ""
@@ -69,10 +76,14 @@ class HttpExchange:
 
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
-        now_ns, client = self._client.clock.now_ns(), self._client
+        client = self._client
+        now_ns = client.now_ns()
+        if now_ns - self._touched_ns < client.soon_ns:
+            self._num_untold += num_events  # No gap worth knowing of, and the deadline is far.
+            return
         gap_ns = now_ns - self._touched_ns if self._touched_ns else 0
-        num_events -= not self._touched_ns
-        self._touched_ns = now_ns
+        num_events += self._num_untold - (not self._touched_ns)
+        self._touched_ns, self._num_untold = now_ns, 0
         deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
         self._deadline_ns = deadline_ns
         if deadline_ns < client.deadlines.looks_ns:
@@ -127,7 +138,7 @@ class HttpExchange:
         used again.
         """
         if not self._over:
-            self.handler = IGNORING_HANDLER
+            self.handler, self.take_chunk = IGNORING_HANDLER, None
             if self.is_whole:
                 return  # It ends as soon as what was read has been passed on.
             self.resume_reading()
@@ -248,16 +259,15 @@ class HttpClient:
             ConfigError: a header cannot be sent, or the CA file cannot be read.
         """
         self.address, self.config, self.clock = address, config, clock
+        self.now_ns = clock.now_ns
         self.idle_ns, self.bytes_max = int(config.idle_timeout_s * NS_PER_S), config.response_bytes_max
+        self.soon_ns = min(_SOON_NS, self.idle_ns // 100)
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
-        self._idle: list[_Connection] = []
+        self._idle = IdleConnections[_Connection](config.idle_connections_max, config.keepalive_s, clock)
         self._exchanges: dict[HttpExchange, None] = {}
         self.deadlines = Deadlines(clock, self._exchanges)
-        self._headers = head_lines(address, headers or {})
-        self._heads: dict[tuple[str, str], bytes] = {}
-        """Beginnings of requests, by method and path."""
-        self._keepalive_ns = int(config.keepalive_s * NS_PER_S)
+        self._requests = RequestBytes(address, headers or {})
         self.request_ns = int(config.request_timeout_s * NS_PER_S)
 
     @property
@@ -287,20 +297,10 @@ class HttpClient:
         """
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
-        head = self._heads.get((method, path))
-        if head is None:
-            if len(self._heads) >= HEADS_MAX:
-                self._heads.clear()
-            line = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}"
-            head = self._heads[method, path] = line.encode("ascii")
-        more = b"content-type: application/json\r\n" if body else b""
-        if headers:
-            lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode("ascii")
-            more = lines if any(name == "content-type" for name, _ in headers) else more + lines
-        request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, more, len(body), body)
+        request = self._requests.of(method, path, body, headers)
         exchange = HttpExchange(self, request, handler)
         self._exchanges[exchange] = None
-        connection = self._take_idle()
+        connection = self._idle.take()
         if connection is not None:
             exchange.run_on(connection)
         else:
@@ -311,8 +311,7 @@ class HttpClient:
         """Abort what runs and close every connection."""
         for exchange in list(self._exchanges):
             exchange.abort()
-        while self._idle:
-            self._idle.pop().close()
+        self._idle.close()
         self.deadlines.stop()
 
     # --- from exchanges and connections --------------------------------------------------------------
@@ -328,28 +327,11 @@ class HttpClient:
 
     def put_back(self, connection: "_Connection") -> None:
         """A connection may be used again."""
-        if len(self._idle) >= self.config.idle_connections_max or connection.closed:
-            connection.close()
-            return
-        connection.idle_since_ns = self.clock.now_ns()
-        self._idle.append(connection)
+        self._idle.put(connection)
 
     def forget(self, connection: "_Connection") -> None:
         """A connection that may have been idle has ended."""
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def _take_idle(self) -> "_Connection | None":
-        """The one that was used last, unless it has been idle for so long that the peer is about to close
-        it.
-        """
-        oldest_ns = self.clock.now_ns() - self._keepalive_ns
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed and connection.idle_since_ns >= oldest_ns:
-                return connection
-            connection.close()
-        return None
+        self._idle.forget(connection)
 
     async def _connect(self, exchange: HttpExchange) -> None:
         loop, at = asyncio.get_running_loop(), self.address
@@ -377,6 +359,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: HttpExchange | None = None
         self._received = False
+        self._is_between = False
+        """Between two chunks of an answer: the last read was one chunk of one event."""
         self.is_whole = False
         """All of the answer was read."""
         self._status = 0
@@ -397,6 +381,7 @@ class _Connection(asyncio.Protocol):
             )
             return
         self._exchange, self._received, self._status, self.is_whole = exchange, False, 0, False
+        self._is_between = False
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
@@ -418,14 +403,22 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._exchange is None:
+        exchange = self._exchange
+        if exchange is None:
             self.close()  # Nothing was asked: whatever this is, it must not become the next answer.
             return
+        if self._is_between:
+            num_bytes, take = exchange.num_bytes + len(data), exchange.take_chunk
+            if take is not None and num_bytes <= self._client.bytes_max and take(data):
+                exchange.num_bytes = num_bytes
+                return  # The parser stands where it stood: before a chunk.
+            self._is_between = False
         self._received = True
         try:
             self._parser.feed_data(data)
             if self._bodies:
-                self._pass_body()
+                body = self._pass_body()
+                self._is_between = exchange.take_chunk is not None and is_one_chunk(data, body)
         except cast(Any, httptools).HttpParserUpgrade:
             self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
@@ -471,11 +464,12 @@ class _Connection(asyncio.Protocol):
             return
         self._exchange.on_head(status, self._headers)
 
-    def _pass_body(self) -> None:
+    def _pass_body(self) -> bytes:
         data = b"".join(self._bodies)  # One alone is not copied.
         self._bodies.clear()
         if data and self._exchange is not None:
             self._exchange.on_data(data)
+        return data
 
     def on_message_complete(self) -> None:
         if self._status < 200:

@@ -82,7 +82,8 @@ class Envelopes:
                     at += size
                     yield piece
                     continue
-            end = block.find(b"\n\n", at)
+            if (end := block.find(b"\n\n", at)) < 0:
+                return  # One blank line more than an event needs.
             event = data_of(block[at:end])
             self._prefix = _PREFIXES[not block.startswith(_PREFIXES[0], at)]
             at = end + 2
@@ -110,6 +111,13 @@ class Envelopes:
             return _ids_in(block[self._start : self._stop].split(self._between), middle)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+
+    @property
+    def around(self) -> tuple[bytes, bytes, bytes]:
+        """The bytes before the hole, between its text and its ids, and behind it, with the ends of lines; the
+        first are empty if nothing is known, the second if there are no ids.
+        """
+        return self._before, self._middle, self._behind
 
     def _run(self, block: bytes) -> tuple[int, Piece] | None:
         """The content of similar events at its beginning, and where they end; None: not all of them are
@@ -222,3 +230,19 @@ def _ids_in(holes: list[bytes], middle: bytes) -> Piece | None:
     if len(found) != len(holes) or not all(ids for _, ids in found):
         return None
     return Piece(token_ids=tuple(chain.from_iterable([ids for _, ids in found])))
+
+
+def text_in(hole: bytes) -> str | None:
+    """The text of one event's hole; None: it is not just a string."""
+    try:
+        return _decode_text(hole)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def ids_in(hole: bytes, middle: bytes) -> Piece | None:
+    """The ids of one event's hole; None: it is not just a string and ids."""
+    try:
+        return _ids_in([hole], middle)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -16,7 +16,6 @@ of characters; stop strings, stop tokens and the answer's length are watched her
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -29,7 +28,9 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
+from penstock.backends.http.chunks import ChunkReader, IdHoles
 from penstock.backends.http.client import HttpExchange
+from penstock.backends.http.context import StreamContext
 from penstock.backends.http.dialects.base import (
     AnswerReader,
     Piece,
@@ -39,55 +40,27 @@ from penstock.backends.http.dialects.base import (
     said_in,
 )
 from penstock.backends.http.envelope import Envelopes
-from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure, HttpLimits
-from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch, within
-from penstock.clock import Clock
+from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, oddity, within
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
-from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopChecker, detokenizer
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.detokenizer import IncrementalDetokenizer, StopChecker, detokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
 USAGE_WAIT_S = 2.0  # After the finish: how long its usage may take.
-_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it than the worker's.
+_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it.
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
-
-
-class StreamOwner(Protocol):
-    """The backend that a stream belongs to."""
-
-    def leave(self, stream: "HttpStream", finish: Finish) -> None:
-        """A stream is over; called once, before its sink hears of it."""
-        ...
-
-    def noted(self, anomaly: Anomaly, detail: str) -> None:
-        """Something was odd."""
-        ...
-
-    def lost(self, why: str, *, unreachable: bool) -> None:
-        """The worker cannot be reached, or else closed a stream's connection in the middle of its answer."""
-        ...
-
-
-class StreamContext(NamedTuple):
-    """The common context of all streams of one worker."""
-
-    tokenizer: Tokenizer
-    pieces: PieceTokens
-    clock: Clock
-    owner: StreamOwner
-    limits: HttpLimits
 
 
 class HttpStream:
     """The `Generation` of one request, and the handler of its exchange."""
 
     __slots__ = (
-        "_body", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes", "_events",
-        "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model",
-        "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
-        "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_text_tokens_max", "_token_ids",
-        "_tokenizer", "_trusts_prompt",
+        "_body", "_chunks", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes",
+        "_events", "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_holes",
+        "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported",
+        "_request", "_said_before", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by",
+        "_text_tokens_max", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -106,7 +79,7 @@ class HttpStream:
         how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
         as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
-        self._tokenizer, self._pieces, self._clock, self._owner, limits = context
+        self._tokenizer, self._pieces, self._holes, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
         self._envelopes = Envelopes(reader)
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
@@ -118,8 +91,10 @@ class HttpStream:
         self._exchange: HttpExchange | None = None
         self._headers: Mapping[bytes, bytes] = {}
         self._body: bytearray | None = None  # Of an answer that is no stream.
-        self._started_ns, self._first_ns = self._clock.now_ns(), 0
-        self._count = self._num_logprobs = self._status = 0
+        self._chunks: ChunkReader | None = None  # Once events come one by one,
+        self._ids: IdHoles | None = None  # and if they have ids.
+        self._started_ns = self._clock.now_ns()
+        self._first_ns = self._count = self._num_logprobs = self._status = 0
         self._text_tokens_max = request.sampling.max_tokens * _OVERRUN_FACTOR + SLACK_TOKENS
         self._has_ids = self._has_output = self._done = False
         self._finish: FinishReason | None = None
@@ -222,6 +197,8 @@ class HttpStream:
         try:
             # Before a stop string one by one: tokens behind it do not count.
             if self._stop is None:
+                if num_events == 1 and self._chunks is None and self._has_output:
+                    self._expect_chunks()
                 if (texts := self._envelopes.texts(block)) is not None:
                     self._take_texts(texts)
                     return
@@ -237,6 +214,43 @@ class HttpStream:
                     self._on_event(found)
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
+
+    def _expect_chunks(self) -> None:
+        """Events come one by one: from now on a read that is one like those before it is taken as a whole."""
+        before, middle, behind = self._envelopes.around
+        if before and self._exchange is not None:
+            self._chunks = ChunkReader(before, behind)
+            self._ids = self._holes.ids(middle) if middle else None
+            self._exchange.take_chunk = self._take_chunk
+
+    def _take_chunk(self, read: bytes) -> bool:
+        """See `HttpExchange.take_chunk`."""
+        chunks, exchange = self._chunks, self._exchange
+        if chunks is None or exchange is None or self._done or self._finish is not None:
+            return False
+        if (hole := chunks.hole(read)) is None:
+            return False
+        try:
+            if self._ids is None:
+                if (delta := self._holes.texts[hole]) is None:
+                    return False
+                self._count += len(delta.token_ids)
+            else:
+                ids = self._ids[hole]
+                if ids is None or self._count + len(ids) > self._request.sampling.max_tokens:
+                    return False
+                if not self._stop_ids.isdisjoint(ids):
+                    return False
+                self._count += len(ids)
+                self._token_ids.extend(ids)
+                delta = Delta(self._text_of(ids), ids)
+            exchange.touch()
+            self._sink.on_delta(delta)
+            if self._count > self._text_tokens_max:
+                self._overran()
+        except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+            self.fail(fault_of(error))
+        return True
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
@@ -255,8 +269,8 @@ class HttpStream:
         """See `HttpHandler`."""
         if self._done:
             return
-        if failure.kind in (FailureKind.HELD, FailureKind.TOO_LONG):
-            self._may_move = False  # No client has a worker for longer by moving.
+        # No client has a worker for longer by moving.
+        self._may_move &= failure.kind not in (FailureKind.HELD, FailureKind.TOO_LONG)
         if failure.kind is FailureKind.HELD:
             self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
             return
@@ -421,8 +435,8 @@ class HttpStream:
     def _conclude(self, *, close: bool = False) -> None:
         """A good end."""
         assert self._finish is not None
-        if not close:
-            self._compare()
+        if not close and (odd := oddity(self._reported, self._counted(), self._finish)) is not None:
+            self._owner.noted(*odd)
         self._end(Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by), close=close)
 
     def _break(self, why: str) -> None:
@@ -460,20 +474,9 @@ class HttpStream:
     def _end(self, finish: Finish, *, close: bool) -> None:
         self._done = True
         if self._exchange is not None:
-            if close:
-                self._exchange.abort()
-            else:
-                self._exchange.discard_rest()
+            (self._exchange.abort if close else self._exchange.discard_rest)()
         self._owner.leave(self, finish)
         self._sink.on_finish(finish)
-
-    def _compare(self) -> None:
-        """Note where the worker's counts are not ours."""
-        reported = self._reported
-        if reported is None or reported.completion_tokens is None:
-            self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
-        elif why := mismatch(reported, self._counted(), is_full=self._finish is FinishReason.LENGTH):
-            self._owner.noted(Anomaly.USAGE_MISMATCH, why)
 
     def _counted(self) -> Counted:
         exact = self._count if self._has_ids else self._num_logprobs or None

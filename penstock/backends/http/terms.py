@@ -6,7 +6,7 @@ which it fails or is odd, and the timer of all exchanges with one address.
 import asyncio
 import enum
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -233,6 +233,36 @@ def head_lines(address: HttpAddress, headers: Mapping[str, str]) -> str:
                 f"the header '{name}' for {address} holds characters that a header cannot carry"
             )
     return "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+
+class RequestBytes:
+    """Makes requests to one address."""
+
+    __slots__ = ("_base", "_heads", "_lines")
+
+    def __init__(self, address: HttpAddress, headers: Mapping[str, str]) -> None:
+        """`headers` go with each.
+
+        Raises:
+            ConfigError: a header cannot be sent.
+        """
+        self._base, self._lines = address.base, head_lines(address, headers)
+        self._heads: dict[tuple[str, str], bytes] = {}
+        """Beginnings of requests, by method and path."""
+
+    def of(self, method: str, path: str, body: bytes, headers: Sequence[tuple[str, str]]) -> bytes:
+        """One; a body is JSON unless its own `headers` say otherwise."""
+        head = self._heads.get((method, path))
+        if head is None:
+            if len(self._heads) >= HEADS_MAX:
+                self._heads.clear()
+            line = f"{method} {self._base}{path} HTTP/1.1\r\n{self._lines}"
+            head = self._heads[method, path] = line.encode("ascii")
+        more = b"content-type: application/json\r\n" if body else b""
+        if headers:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode("ascii")
+            more = lines if any(name == "content-type" for name, _ in headers) else more + lines
+        return b"%b%bcontent-length: %d\r\n\r\n%b" % (head, more, len(body), body)
 
 
 class Timed(Protocol):

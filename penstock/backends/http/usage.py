@@ -8,6 +8,7 @@ Everything here is for backends/http/stream.py, which says which count is believ
 from typing import NamedTuple
 
 from penstock.backends.http.dialects.base import ReportedUsage
+from penstock.backends.http.terms import Anomaly
 from penstock.types import FinishReason, SamplingParams, Usage
 
 NOT_REPORTED = ReportedUsage()
@@ -45,23 +46,24 @@ def within(
     return (ids[:left], FinishReason.LENGTH, None) if len(ids) > left else (ids, None, None)
 
 
-def mismatch(reported: ReportedUsage, ours: Counted, *, is_full: bool) -> str:
-    """Where a worker's counts are not ours; empty: nowhere. A token that only ended the answer, which was not
-    `is_full`, may be in its count.
+def oddity(reported: ReportedUsage | None, ours: Counted, finish: FinishReason) -> tuple[Anomaly, str] | None:
+    """Where a worker's counts are not ours; None: nowhere. A token that only ended the answer may be in its
+    count.
     """
-    assert reported.completion_tokens is not None, "it was looked at"
+    if reported is None or reported.completion_tokens is None:
+        return Anomaly.NO_USAGE, "an answer came without its usage"
     prompt = ours.prompt + ours.given
     exact = None if ours.exact is None else ours.exact - ours.given
     wrong = reported.prompt_tokens is not None and ours.has_ids and reported.prompt_tokens != prompt
     if exact is not None:
-        wrong = wrong or not exact <= reported.completion_tokens <= exact + (not is_full)
+        wrong = wrong or not exact <= reported.completion_tokens <= exact + (
+            finish is not FinishReason.LENGTH
+        )
     if not wrong:
-        return ""
+        return None
     theirs = f"{reported.prompt_tokens} + {reported.completion_tokens}"
-    return (
-        f"its usage is {theirs} tokens, counted here were "
-        f"{prompt} + {ours.answer if exact is None else exact}"
-    )
+    counted = f"{prompt} + {ours.answer if exact is None else exact}"
+    return Anomaly.USAGE_MISMATCH, f"its usage is {theirs} tokens, counted here were {counted}"
 
 
 def believed(reported: ReportedUsage, ours: Counted, *, prefill_ns: int, decode_ns: int) -> Usage:

@@ -107,8 +107,10 @@ def _text(path: Path | None) -> str:
     try:
         with path.open("rb") as file:
             return file.read(TEXT_BYTES_MAX).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text: {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--text: {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text: {path}: is not text in UTF-8 (byte {error.start})") from error
 
 
 def _documentation() -> Iterator[str]:

@@ -296,7 +296,9 @@ class BatchWriter:
         if answer.logprobs is None:
             return None
         pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-        return [to_text_logprob(_ranked(i, found, num_top), self._llm.get_tokenizer()) for i, found in pairs]
+        return [
+            to_text_logprob(_ranked(i, found, num_top), self._llm.prompts.tokenizer) for i, found in pairs
+        ]
 
 
 def _ranked(token_id: int, found: TokenLogprobs, num_top: int) -> TokenLogprob:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from penstock.backends.base import BackendStatus
 from penstock.fleet.registry import Registry, Worker
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.protocol.worker import FALLING_ASLEEP
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
@@ -162,7 +163,10 @@ class FleetLog:
 
     def _route_word(self, route: str) -> str:
         workers = self._registry.of(route)
-        return "ready" if workers.is_ready or workers.sleeps else workers.summary().stage
+        if workers.is_ready or workers.sleeps:
+            return "ready"
+        stage = workers.summary().stage
+        return "ready" if stage == FALLING_ASLEEP else stage  # A request wakes it.
 
 
 def _word(worker: Worker) -> str:

@@ -1,6 +1,7 @@
 """A checkpoint in, a quantized one out, in a layout that others load.
 
-A few layers at a time: each part is written when it is finished, so that interrupted work is taken up again.
+A few layers are calibrated at a time. Each layer is written when it is rounded, so that interrupted work is
+taken up again behind it; those that were calibrated together become one file.
 
     gptq-int4   GPTQ, symmetric, in groups; `quant_method: gptq`
     awq-int4    scaled inputs, zero points, in groups; `quant_method: awq`, "gemm"
@@ -13,15 +14,16 @@ Embedding, head, norms and routers stay as they are.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from penstock.engine.loader import INDEX_FILE, load_weights
@@ -53,6 +55,8 @@ STATE_FILE = "quantize.json"
 LINEARS = ("qkv", "o", "gate_up", "down")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output each nibble of a word holds, from the low end."""
+_OF_MODULES = "[0-9]_*/config.json"
+"""Where sentence-transformers says how a vector is made of a text's states."""
 _NOT_COPIED = ("*.safetensors", "*.index.json", "*.bin", "*.gguf", CONFIG_FILE)
 
 Tensors = dict[str, Tensor]
@@ -73,6 +77,8 @@ class _State(msgspec.Struct):
     settings: dict[str, Any]
     errors: dict[str, float]
     parts: list[str]
+    layers: list[int] = []
+    """Those that are rounded and in no part yet, each in a file of its own."""
 
 
 class Quantizer:
@@ -130,18 +136,21 @@ class Quantizer:
         at = done * steps_per_pass
         for numbers in left:
             assert calibration is not None
-            seen = at
+            layers = [i for i in numbers if i not in self._state.layers]
+            seen = at + len(numbers) - len(layers)
 
             def step() -> None:
                 nonlocal seen
                 seen += 1
                 on_progress(min(seen, total), total)
 
-            keys = [f"{i}.{key}" for i in numbers for key in LINEARS]
-            inputs = calibration.listen(keys, step)
-            self._round(numbers, inputs, step)
+            if layers:
+                inputs = calibration.listen([f"{i}.{key}" for i in layers for key in LINEARS], step)
+                self._round(layers, inputs, step)
+            self._join(numbers)
             at += steps_per_pass
-        self._finish()
+        with _writing(self._output):
+            self._finish()
         on_progress(total, total)
         return [LayerError(name, error) for name, error in self._state.errors.items()]
 
@@ -172,29 +181,42 @@ class Quantizer:
         for first in range(0, self._spec.num_layers, count):
             yield range(first, min(first + count, self._spec.num_layers))
 
-    def _round(self, numbers: range, inputs: dict[str, Inputs], step: Callable[[], None]) -> None:
-        """Round these layers and write them as one file."""
-        stored: Tensors = {}
-        errors: dict[str, float] = {}
-        for i in numbers:
+    def _round(self, layers: Sequence[int], inputs: dict[str, Inputs], step: Callable[[], None]) -> None:
+        """Round these layers and write each."""
+        for i in layers:
             layer = _Layer(self, i, inputs)
             if self._target == "awq-int4":
                 layer.scale_inputs(self._group)
+            stored: Tensors = {}
+            errors: dict[str, float] = {}
             for name, tensors, error in layer.rounded():
                 stored |= tensors
                 errors[name] = error
-            stored |= layer.others
+            self._write(_layer_name(i), stored | layer.others)
+            self._state.layers.append(i)
+            self._state.errors |= errors
+            self._write_state()
             step()
-        if numbers.start == 0:
-            stored |= self._outside()
-        name = _part_name(numbers)
-        # Older readers refuse files that do not say which library wrote them.
-        whole = {key: value.contiguous() for key, value in stored.items()}
-        save_file(whole, self._output / name, metadata={"format": "pt"})
-        (self._output / name).chmod(0o644)  # The library makes it its owner's alone.
-        self._state.parts.append(name)
-        self._state.errors |= errors
+
+    def _join(self, numbers: range) -> None:
+        """Make one part of the layers that were calibrated together."""
+        stored = self._outside() if numbers.start == 0 else {}
+        for i in numbers:
+            stored |= load_file(self._output / _layer_name(i))
+        self._write(_part_name(numbers), stored)
+        self._state.parts.append(_part_name(numbers))
+        self._state.layers.clear()
+        self._state.layers.clear()
         self._write_state()
+        for i in numbers:
+            (self._output / _layer_name(i)).unlink(missing_ok=True)
+
+    def _write(self, name: str, tensors: Tensors) -> None:
+        # Older readers refuse files that do not say which library wrote them.
+        whole = {key: value.contiguous() for key, value in tensors.items()}
+        with _writing(self._output):
+            save_file(whole, self._output / name, metadata={"format": "pt"})
+            (self._output / name).chmod(0o644)  # The library makes it its owner's alone.
 
     def take(self, keys: Sequence[str]) -> dict[str, tuple[Tensor, ...]]:
         """Parts of weights as they lie in the checkpoint."""
@@ -250,14 +272,18 @@ class Quantizer:
 
     def _write_state(self) -> None:
         temporary = self._output / f".{STATE_FILE}"
-        temporary.write_bytes(msgspec.json.encode(self._state))
-        temporary.replace(self._output / STATE_FILE)
+        with _writing(self._output):
+            temporary.write_bytes(msgspec.json.encode(self._state))
+            temporary.replace(self._output / STATE_FILE)
 
     def _finish(self) -> None:
         """The files beside the weights; `config.json` comes last, since it makes the directory a model."""
         for path in self._directory.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in (*_NOT_COPIED, "README.md")):
                 shutil.copyfile(path, self._output / path.name)
+        for path in self._directory.glob(_OF_MODULES):
+            (self._output / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(path, self._output / path.parent.name / path.name)
         weight_map: dict[str, str] = {}
         size = 0
         for name in self._state.parts:
@@ -353,6 +379,10 @@ def _part_name(numbers: range) -> str:
     return f"model-layers-{numbers.start:04}-{numbers.stop - 1:04}.safetensors"
 
 
+def _layer_name(number: int) -> str:
+    return f"layer-{number:04}.safetensors"
+
+
 def _read_state(output: Path, settings: dict[str, Any]) -> _State:
     """The part of this work that was done before.
 
@@ -371,13 +401,33 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
                 f"another --output"
             )
         state.parts = [name for name in state.parts if (output / name).is_file()]
+        state.layers = [i for i in state.layers if (output / _layer_name(i)).is_file()]
         return state
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"{output}: is not empty; give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    state = _State(settings, {}, [])
-    path.write_bytes(msgspec.json.encode(state))
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output}: is a file; give --output another name")
+    with _writing(output):
+        if output.exists() and any(output.iterdir()):
+            raise ConfigError(f"{output}: is not empty; give another --output")
+        output.mkdir(parents=True, exist_ok=True)
+        state = _State(settings, {}, [])
+        path.write_bytes(msgspec.json.encode(state))
     return state
+
+
+@contextmanager
+def _writing(output: Path) -> Generator[None]:
+    """Trouble with the disk as an error that names the directory; finished parts are taken up again.
+
+    Raises:
+        ConfigError: there is no place, or no permission.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{output}: cannot be written: {why}; the same command continues behind the parts that are there"
+        ) from error
 
 
 def config_of(target: Target, group: int) -> dict[str, Any]:

@@ -84,14 +84,15 @@ def _entry(name: str, path: str) -> Entry:
 
 def _carried_out(entry: Entry, arguments: list[Any]) -> tuple[bytes, bytes]:
     try:
-        found = entry(*arguments)
+        try:
+            found = entry(*arguments)
+        except ValueError as error:  # Its own words; that its result is no JSON is no word to the client.
+            return REFUSED, str(error)[:MESSAGE_CHARS_MAX].encode("utf-8", "replace")
         # A step that changes what it was given may return nothing.
         data = json.dumps(arguments[0] if found is None else found, ensure_ascii=False, allow_nan=False)
         return OK, data.encode("utf-8", "surrogatepass")
     except MemoryError:
         return NO_MEMORY, b""
-    except ValueError as error:
-        return REFUSED, str(error)[:MESSAGE_CHARS_MAX].encode("utf-8", "replace")
     except Exception as error:  # noqa: BLE001 - whatever an operator's function does.
         traceback.print_exc()
         return FAILED, type(error).__name__.encode()

@@ -234,6 +234,13 @@ class TextSink:
     def on_delta(self, delta: Delta) -> None:
         """More output. The first leaves at once."""
         text, is_first = delta.text, not self._began
+        if not is_first and text and not delta.thought and not (exchange := self._exchange).holds:
+            exchange.write(self._prefix + (delta.encoded or _encode(text)) + self._suffix)
+            reply = self._reply  # `Reply.count`, without a call.
+            reply.num_produced = produced = reply.num_produced + len(delta.token_ids)
+            if produced >= reply.next_slice:
+                reply.listener.on_tokens(reply)
+            return
         if delta.thought:
             self._think(delta)
         if is_first and not self._began:
