@@ -53,6 +53,7 @@ class DraftTimes:
 
     def observe_plain(self, num_rows: int, step_ns: int) -> None:
         """A step in which all rows decode, without drafts."""
+        assert num_rows > 0 < step_ns, "a step has rows and takes time"
         size = self._sizes.get(num_rows.bit_length())
         if size is None:
             self._sizes[num_rows.bit_length()] = _Size(step_ns)
@@ -77,6 +78,7 @@ class DraftTimes:
 
 
 def _rate(count: int) -> float:
+    assert count > 0, "the first observation is counted"
     return max(_RATE_MAX / count, _RATE_MIN)
 
 

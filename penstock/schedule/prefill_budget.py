@@ -149,7 +149,7 @@ class PrefillBudget:
             self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
-        if self.draft_times is not None and not has_chunk and self.model.num_observed:
+        if self.draft_times is not None and not has_chunk and step_ns > 0 < self.model.num_observed:
             self._observe_drafts(self.draft_times, plan, load, step_ns)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
@@ -160,7 +160,7 @@ class PrefillBudget:
         """Of a step in which all rows decode."""
         num_rows = len(plan.work)
         if num_drafts := load.num_sequences - num_rows:
-            cost, plain_ns = self.model.cost, self.model.predict_ns(StepLoad.of(plan.work))
+            cost, plain_ns = self.model.cost, self.model.predict_ns(StepLoad.of(plan.work)) or float(step_ns)
             each = (cost.token_ns + cost.sequence_ns + cost.kv_read_ns) / plain_ns
             times.observe(num_rows, num_drafts, step_ns, each)
         else:

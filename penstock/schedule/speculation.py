@@ -136,6 +136,7 @@ class Speculation:
 
     def missed(self, request: Request) -> None:
         """There was no guess for it, though some were wanted."""
+        assert request.draft_level < len(MATCHES), request.draft_level
         request.draft_rest = MISSED_STEPS[request.draft_level]
         request.draft_idle += request.draft_rest
 
