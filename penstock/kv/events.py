@@ -117,8 +117,8 @@ class KVEventSink(Protocol):
         """A block that was announced before can now be had from this tier as well."""
         ...
 
-    def removed(self, block_hash: BlockHash, *, medium: str = DEVICE) -> None:
-        """A block cannot be had from this tier any more."""
+    def removed(self, hashes: Sequence[BlockHash], *, medium: str = DEVICE) -> None:
+        """These blocks cannot be had from this tier any more."""
         ...
 
     def cleared(self) -> None:
@@ -146,7 +146,7 @@ class NoKVEvents:
     def copied(self, block_hash: BlockHash, *, medium: str) -> None:
         """See `KVEventSink`."""
 
-    def removed(self, block_hash: BlockHash, *, medium: str = DEVICE) -> None:
+    def removed(self, hashes: Sequence[BlockHash], *, medium: str = DEVICE) -> None:
         """See `KVEventSink`."""
 
     def cleared(self) -> None:
@@ -203,12 +203,12 @@ class KVEventLog:
         self._close_removed()
         self._events.append(stored_event((block_hash,), medium=medium))
 
-    def removed(self, block_hash: BlockHash, *, medium: str = DEVICE) -> None:
+    def removed(self, hashes: Sequence[BlockHash], *, medium: str = DEVICE) -> None:
         """See `KVEventSink`."""
         if medium != self._removed_from:
             self._close_removed()
             self._removed_from = medium
-        self._removed.append(block_hash)
+        self._removed += hashes
 
     def cleared(self) -> None:
         """See `KVEventSink`."""

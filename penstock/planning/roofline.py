@@ -23,7 +23,7 @@ Shapes of models, as far as they cost time and memory: named ones, and those of 
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,6 +366,17 @@ class Roofline:
         memory, compute, link = self.parts_ns(shape)
         longer = compute if compute > memory else memory
         return round(self._overhead + longer + link) or 1
+
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        """See `StepTime`. Only what is read of the KV cache differs from step to step, and is multiplied."""
+        memory, compute, link = self.parts_ns(StepShape(rows, 0, 0, 0))
+        kv, pair, overhead = self._kv, self._pair, self._overhead
+        found: list[int] = []
+        for count in kv_tokens:
+            read, multiplied = memory + kv * count, compute + pair * count
+            longer = multiplied if multiplied > read else read
+            found.append(round(overhead + longer + link) or 1)
+        return found
 
     def parts_ns(self, shape: StepShape) -> tuple[float, float, float]:
         """(memory, compute, communication) in nanoseconds: the larger of the first two counts."""

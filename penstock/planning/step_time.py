@@ -30,6 +30,10 @@ class StepTime(Protocol):
         """Nanoseconds of one step; at least 1."""
         ...
 
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        """`step_ns` of steps that only decode so many rows, by the KV tokens that each of them reads."""
+        ...
+
 
 class LinearStepTime:
     """A fixed time per step, and one per decode row, prefill token and KV token read: the simplest engine
@@ -53,6 +57,11 @@ class LinearStepTime:
             + self._prefill_ns * prefill_tokens
             + self._kv_ps * kv_tokens // 1000
         )
+
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        """See `StepTime`."""
+        base_ns, kv_ps = self._fixed_ns + self._row_ns * rows, self._kv_ps
+        return [base_ns + kv_ps * count // 1000 for count in kv_tokens]
 
 
 FORMAT = "penstock-steps/1"
@@ -121,6 +130,11 @@ class FittedModel:
                 self.predict_ns(decode_rows + prefill_tokens, decode_rows + prefill_rows, kv_tokens, pairs)
             ),
         )
+
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        """See `StepTime`."""
+        base_ns, kv_ns = self.predict_ns(rows, rows, 0, 0), self._coefficients[3]
+        return [max(1, round(base_ns + kv_ns * count)) for count in kv_tokens]
 
 
 def fit(steps: Sequence[Step]) -> tuple[FittedModel, FitError]:

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
 import msgspec
 
@@ -205,8 +206,7 @@ class Batch:
         assert self.rows_by_tenant == Counter(request.fairness_key for request in self.running)
 
 
-def _order(request: Request) -> tuple[int, int, int]:
-    return request.order
+_order = attrgetter("order")
 
 
 # Rows: the small numbers by which the scheduler and the runner speak of running requests.

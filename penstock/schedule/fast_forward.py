@@ -70,36 +70,39 @@ class DecodeFastForward:
         assert count > 0, "at least one step is done at once"
         assert times_ns[0] <= times_ns[-1], "time runs back"
         self._planner.fast_forward(count)
-        self._observe(step, times_ns)
+        kv_read = 0
         ended: list[Request] = []
+        begins: list[tuple[Request, int]] = []  # Those that begin a block, and in which of the steps.
         for request, update in zip(running, draw(running, count), strict=True):
             tokens, planned = request.tokens, request.num_planned
             tokens += update
+            kv_read += planned
             request.num_planned = request.num_computed = end = planned + count
             request.num_steps += count
-            if (planned - 1) // BLOCK_TOKENS != (end - 1) // BLOCK_TOKENS:
-                self._extend(request, planned, times_ns)
-            assert len(tokens) == end + 1, f"{request.request_id} was given other than {count} tokens"
-            if len(tokens) >= request.num_tokens_max or tokens[-1] in request.stop_token_ids:
+            if (index := -planned % BLOCK_TOKENS) < count:
+                begins += [(request, index) for index in range(index, count, BLOCK_TOKENS)]
+            num_tokens = len(tokens)
+            assert num_tokens == end + 1, f"{request.request_id} was given other than {count} tokens"
+            if num_tokens >= request.num_tokens_max or tokens[-1] in request.stop_token_ids:
                 ended.append(request)
+        if begins:
+            self._give_blocks(begins, times_ns)
+        self._observe(step, times_ns, kv_read)
         self._counters.generated_tokens += count * len(running)
         return ended
 
-    def _extend(self, request: Request, planned: int, times_ns: Sequence[int]) -> None:
-        """Take the blocks that the steps begin, each at its time."""
-        table = request.table
-        blocks = self._manager.extend(table, request.num_planned)
-        assert blocks is not None, "there were blocks enough"
-        num_blocks = len(table.blocks) - len(blocks)
-        for index in range(-planned % BLOCK_TOKENS, len(times_ns) - 1, BLOCK_TOKENS):
-            num_blocks += 1
-            request.count_blocks(times_ns[index], num_blocks)
-        assert num_blocks == len(table.blocks), "a block begins with its first token"
+    def _give_blocks(self, begins: Sequence[tuple[Request, int]], times_ns: Sequence[int]) -> None:
+        """Each of these requests begins a block in one of the steps."""
+        blocks = self._manager.pool.allocate_each([request.salt for request, _ in begins])
+        for (request, index), block in zip(begins, blocks, strict=True):
+            table = request.table
+            assert not table.awaits, "what is still loading does not decode"
+            table.blocks.append(block)
+            request.count_blocks(times_ns[index], len(table.blocks))
 
-    def _observe(self, step: int, times_ns: Sequence[int]) -> None:
-        """Let the prefill budget learn what it would have."""
+    def _observe(self, step: int, times_ns: Sequence[int], kv_read: int) -> None:
+        """Let the prefill budget learn what it would have; so many tokens were stored before the steps."""
         rows, prefill = len(self._batch.running), self._prefill
-        kv_read = sum([request.num_planned for request in self._batch.running])
         count = len(times_ns) - 1
         all_read = count * kv_read + rows * count * (count + 1) // 2
         for number in decoding_learned(step + 1, step + count):

@@ -119,8 +119,9 @@ class Planner:
         token.
         """
         for request in self._batch.running:
-            if len(request.tokens) - request.num_prompt != request.num_charged:
-                self.charge_generated(request)
+            if generated := len(request.tokens) - request.num_prompt - request.num_charged:
+                request.num_charged += generated
+                self._queue.charge(request, generated=generated)
 
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""
@@ -431,6 +432,8 @@ class Planner:
 
     def _is_over_quota(self, head: Request, match: PrefixMatch) -> bool:
         """Whether the head must wait for its own tenant, or behind a request of it that does."""
+        if not self._quota.bounds:
+            return False
         idle = self._manager.pool.num_idle(match.blocks)
         num_new = blocks_for(len(head.tokens)) - len(match.blocks) + idle
         return self._quota.is_behind(head) or not self._quota.admits(head, num_new)

@@ -87,7 +87,7 @@ class OrderedQueue:
         self._capacity, self._key = capacity, key
         self._heap: list[tuple[Order, RequestId]] = []
         # The requests that really wait. Removed requests leave their heap entry behind until it surfaces.
-        self._waiting: dict[RequestId, Request] = {}
+        self._waiting: dict[RequestId, tuple[Order, Request]] = {}
 
     def push(self, request: Request) -> None:
         """See `WaitingQueue.push`."""
@@ -98,16 +98,17 @@ class OrderedQueue:
     def requeue(self, request: Request) -> None:
         """See `WaitingQueue.requeue`. At most as many as can run come on top of the capacity."""
         assert request.request_id not in self._waiting, f"{request.request_id} waits already"
-        self._waiting[request.request_id] = request
-        heappush(self._heap, (self._key(request), request.request_id))
+        order = self._key(request)
+        self._waiting[request.request_id] = (order, request)
+        heappush(self._heap, (order, request.request_id))
 
     def peek(self) -> Request | None:
         """See `WaitingQueue.peek`."""
         while self._heap:
             order, request_id = self._heap[0]
-            request = self._waiting.get(request_id)
-            if request is not None and self._key(request) == order:
-                return request
+            waiting = self._waiting.get(request_id)
+            if waiting is not None and waiting[0] == order:
+                return waiting[1]
             heappop(self._heap)
         return None
 
@@ -126,7 +127,7 @@ class OrderedQueue:
         assert len(self._heap) > len(self._waiting), "everything that waits has an entry"
         if len(self._heap) > 2 * len(self._waiting) + 16:
             # Most entries are of requests that left: rebuild, so that aborts cannot grow the heap.
-            self._heap = [(self._key(waiting), name) for name, waiting in self._waiting.items()]
+            self._heap = [(order, name) for name, (order, _) in self._waiting.items()]
             heapify(self._heap)
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
@@ -196,12 +197,23 @@ class FairWaitingQueue:
             self._waiting[key] = OrderedQueue(self._capacity, self._order)
         self._waiting[key].requeue(request)
         self._count += 1
-        heappush(self._heads, self._head(key))
+        heappush(self._heads, self._head(key)[0])
 
     def peek(self) -> Request | None:
-        """See `WaitingQueue.peek`."""
-        key = self._first_key()
-        return None if key is None else self._waiting[key].peek()
+        """See `WaitingQueue.peek`. The first of the key that was served least.
+
+        Counters only grow: a stale entry is early, and put right here.
+        """
+        while self._heads:
+            entry = self._heads[0]
+            if entry[2] not in self._waiting:
+                heappop(self._heads)
+                continue
+            now, request = self._head(entry[2])
+            if now <= entry:
+                return request
+            heapreplace(self._heads, now)
+        return None
 
     def pop(self) -> Request:
         """See `WaitingQueue.pop`."""
@@ -220,7 +232,7 @@ class FairWaitingQueue:
         if not len(self._waiting[key]):
             del self._waiting[key]
         if len(self._heads) > 2 * self._count + 16:
-            self._heads = [self._head(key) for key in self._waiting]
+            self._heads = [self._head(key)[0] for key in self._waiting]
             heapify(self._heads)
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
@@ -256,30 +268,15 @@ class FairWaitingQueue:
         found = self._counters.get(key)
         return 0 if found is None else found.served
 
-    def _head(self, key: str) -> tuple[int, Order, str]:
+    def _head(self, key: str) -> tuple[tuple[int, Order, str], Request]:
+        """Of a waiting key: its entry among `_heads` as of now, and its first request."""
         request = self._waiting[key].peek()
         assert request is not None, "a key without requests is not waiting"
-        return self._served(key), self._order(request), key
-
-    def _first_key(self) -> str | None:
-        """The waiting key that was served least.
-
-        Counters only grow: a stale entry is early, and put right here.
-        """
-        while self._heads:
-            entry = self._heads[0]
-            if entry[2] not in self._waiting:
-                heappop(self._heads)
-                continue
-            now = self._head(entry[2])
-            if now <= entry:
-                return entry[2]
-            heapreplace(self._heads, now)
-        return None
+        return (self._served(key), self._order(request), key), request
 
     def _floor(self) -> int:
-        key = self._first_key()
-        return self._served(self._last if key is None else key)
+        head = self.peek()
+        return self._served(self._last if head is None else head.fairness_key)
 
     def _forget_idle(self) -> None:
         if len(self._counters) <= _KEYS_MAX:
@@ -310,7 +307,7 @@ class _Class(NamedTuple):
 class ClassQueue:
     """A `FairWaitingQueue` for each priority class."""
 
-    __slots__ = ("_capacity", "_classes", "_count", "_order", "_waiting", "_weights")
+    __slots__ = ("_capacity", "_classes", "_count", "_head", "_order", "_waiting", "_weights")
 
     def __init__(
         self, capacity: int, order: Callable[[Request], Order], weights: Mapping[str, float] | None = None
@@ -321,6 +318,7 @@ class ClassQueue:
         self._classes: dict[int, _Class] = {}
         self._waiting: dict[int, _Class] = {}  # Those in which something waits.
         self._count = 0
+        self._head: Request | None = None  # If it is known: a plan asks for it several times.
 
     def push(self, request: Request) -> None:
         """See `WaitingQueue.push`."""
@@ -338,8 +336,9 @@ class ClassQueue:
 
     def peek(self) -> Request | None:
         """See `WaitingQueue.peek`."""
-        found = self._first() if self._waiting else None
-        return None if found is None else found.shares.peek()
+        if self._head is None and (found := self._first()) is not None:
+            self._head = found.shares.peek()
+        return self._head
 
     def pop(self) -> Request:
         """See `WaitingQueue.pop`."""
@@ -357,6 +356,8 @@ class ClassQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`."""
+        if self._count > 1:
+            self._head = None
         found = self._classes.get(request.order[0]) or self._of(request)
         found.shares.charge(request, prompt=prompt, cached=cached, generated=generated)
 
@@ -392,7 +393,8 @@ class ClassQueue:
         """The class whose oldest request goes before every other class's oldest."""
         waiting = self._waiting
         if len(waiting) == 1:  # Nearly always: nothing to compare.
-            return next(iter(waiting.values()))
+            (only,) = waiting.values()
+            return only
         best: tuple[Order, _Class] | None = None
         for each in waiting.values():
             oldest = each.ages.peek()
@@ -406,11 +408,13 @@ class ClassQueue:
         found.ages.requeue(request)
         self._waiting[request.order[0]] = found
         self._count += 1
+        self._head = None
         assert len(found.shares) == len(found.ages), "both orders of a class hold the same requests"
 
     def _leave(self, found: _Class, request: Request) -> None:
         found.ages.remove(request)
         self._count -= 1
+        self._head = None
         assert len(found.shares) == len(found.ages) <= self._count, (
             "both orders of a class hold the same requests"
         )

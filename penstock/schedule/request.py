@@ -242,7 +242,7 @@ class Request:
         first_token_ns = now_ns if self.first_token_ns is None else self.first_token_ns
         return Usage(
             prompt_tokens=self.num_prompt,
-            completion_tokens=self.num_generated,
+            completion_tokens=len(self.tokens) - self.num_prompt,
             cached_tokens=self.num_cached,
             host_cached_tokens=self.num_host_cached,
             queue_ns=started_ns - self.arrival_ns,
@@ -253,6 +253,6 @@ class Request:
             preemptions=self.num_preemptions + self.num_yields,
             kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
             device_ns=self.device_ns,
-            accepted_drafts=self.drafts[0],
-            rejected_drafts=self.drafts[1],
+            accepted_drafts=self.num_accepted,
+            rejected_drafts=self.num_drafted - self.num_accepted,
         )

@@ -199,12 +199,15 @@ PARKED_MAX = 1024
 class KVQuota:
     """The bound, and the requests that wait for their own tenant to release blocks."""
 
-    __slots__ = ("_num_parked", "_parked", "_pool", "blocks_max")
+    __slots__ = ("_num_parked", "_parked", "_pool", "blocks_max", "bounds")
 
     def __init__(self, pool: BlockPool, fraction: float) -> None:
         self._pool = pool
         self.blocks_max = max(1, int(fraction * pool.num_blocks))
         """Blocks of one tenant."""
+        self.bounds = self.blocks_max < pool.num_blocks
+        """Whether it bounds anybody: a quota of all blocks does not. A request that does not fit then waits
+        at the head, where no other passes it."""
         self._parked: dict[bytes, list[tuple[Order, Request]]] = {}  # Heaps.
         self._num_parked = 0
 
@@ -227,12 +230,8 @@ class KVQuota:
         return self._pool.num_used_by(request.salt) > self.blocks_max
 
     def admits(self, request: Request, num_blocks: int) -> bool:
-        """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`.
-
-        A quota of all blocks bounds no tenant. A request that does not fit then waits at the head, where no
-        other passes it.
-        """
-        if self.blocks_max >= self._pool.num_blocks:
+        """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`."""
+        if not self.bounds:
             return True
         assert num_blocks >= 0, num_blocks
         held = self._pool.num_used_by(request.salt)

@@ -36,8 +36,8 @@ class EventIndex:
         assert block_hash in self.owner_of, "a copy of what was never stored"
         self._log.copied(block_hash, medium=medium)
 
-    def removed(self, block_hash: BlockHash, *, medium: str = DEVICE) -> None:
-        self._log.removed(block_hash, medium=medium)
+    def removed(self, hashes: Sequence[BlockHash], *, medium: str = DEVICE) -> None:
+        self._log.removed(hashes, medium=medium)
 
     def cleared(self) -> None:
         self._log.cleared()

@@ -154,9 +154,9 @@ def test_bad_blocks_and_a_cleared_cache_are_told() -> None:
 def test_tiers_are_apart_and_keep_their_order() -> None:
     log = KVEventLog("none")
     log.copied(A, medium=HOST)
-    log.removed(A)
-    log.removed(B)
-    log.removed(A, medium=HOST)
+    log.removed((A,))
+    log.removed((B,))
+    log.removed((A,), medium=HOST)
     assert log.take() == (
         stored_event((A,), medium=HOST),
         BlockRemoved(block_hashes=(A, B), medium="GPU"),

@@ -17,7 +17,9 @@ from penstock.planning.roofline import (
     accelerator,
     model_shape,
 )
+from penstock.planning.step_time import LinearStepTime
 from penstock.schedule.step import StepShape
+from penstock.sim.world.rollout import Slower
 
 BILLIONS = {
     "7b": 7.24,
@@ -109,6 +111,15 @@ def test_more_work_never_takes_less_time(a: StepShape, b: StepShape, model: str,
     law = Roofline(Placed(model=MODELS[model], device=accelerator(device)))
     both = StepShape(*map(max, a, b))
     assert law.step_ns(both) >= max(law.step_ns(a), law.step_ns(b)) > 0
+
+
+@given(st.integers(1, 256), st.integers(1, 500_000), st.sampled_from(sorted(MODELS)))
+def test_steps_that_decode_take_what_each_of_them_takes(rows: int, kv_tokens: int, model: str) -> None:
+    roofline = Roofline(Placed(model=MODELS[model], device=accelerator("h100")))
+    read = range(kv_tokens, kv_tokens + 5 * rows, rows)
+    for law in (roofline, LinearStepTime(), Slower(roofline, 1.7)):
+        each = [law.step_ns(StepShape(rows, 0, 0, count)) for count in read]
+        assert law.decode_ns(rows, read) == each
 
 
 def test_tensor_parallelism_divides_reading_and_pays_for_the_link() -> None:

@@ -3,6 +3,7 @@ gateway, and no other is; steps are noisy and the load goes up and down.
 """
 
 import math
+from collections.abc import Sequence
 
 from penstock import rng
 from penstock.clock import NS_PER_S
@@ -29,6 +30,9 @@ class NoisySteps(LinearStepTime):
 
     def step_ns(self, shape: StepShape) -> int:
         return int(super().step_ns(shape) * math.exp(self._draw.gauss(0.0, SIGMA)))
+
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        return [self.step_ns(StepShape(rows, 0, 0, count)) for count in kv_tokens]
 
 
 def requests():

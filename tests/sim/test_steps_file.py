@@ -46,7 +46,10 @@ def test_noise_is_told_as_error() -> None:
 def test_a_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     write_steps(path, StepsFile(name="here", steps=steps(0.0)))
-    assert read_model(path).step_ns(StepShape(1, 0, 0, 100)) > 1_000_000
+    law = read_model(path)
+    each = [law.step_ns(StepShape(3, 0, 0, count)) for count in (100, 103)]
+    assert law.decode_ns(3, (100, 103)) == each
+    assert min(each) > 1_000_000
     path.write_text('{"format":"x","name":"","steps":[]}')
     with pytest.raises(ConfigError, match="penstock-steps/1"):
         read_model(path)

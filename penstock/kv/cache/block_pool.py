@@ -16,13 +16,16 @@ The pool knows blocks only by number: not what is in them, and not which request
 Every operation is O(1) per block, and no order depends on a set or on hashing.
 """
 
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NewType
 
 import msgspec
 
 from penstock.errors import NamespaceBreach
+from penstock.kv.cache.idle_blocks import IdleBlocks
 from penstock.kv.events import NO_KV_EVENTS, KVEventSink
 from penstock.kv.hashing import PUBLIC, BlockHash
 
@@ -44,6 +47,12 @@ class PoolStatistics(msgspec.Struct, frozen=True, gc=False):
     """Cached blocks that were taken for new content."""
     duplicates: int
     """Blocks that were computed while an equal one was already named: kept private."""
+
+
+@lru_cache(maxsize=8)
+def _numbers(num_blocks: int) -> tuple[int, ...]:
+    """The numbers of blocks, as objects that all pools of a process share: simulations have a thousand."""
+    return tuple(range(num_blocks))
 
 
 class BlockPool:
@@ -74,18 +83,19 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.events: KVEventSink = NO_KV_EVENTS
         """Receives the names that appear and vanish. May be replaced at any time."""
-        self._free = list(range(num_blocks - 1, -1, -1))  # A stack: the last freed is the first taken.
-        self._cached: OrderedDict[int, None] = OrderedDict()  # Least recently used first.
+        numbers = _numbers(num_blocks)
+        self._free = list(reversed(numbers))  # A stack: the last freed is the first taken.
+        self._cached = IdleBlocks(numbers)
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._references = [0] * num_blocks
+        self._references = array("i", [0]) * num_blocks
         self._owner: list[bytes] = [b""] * num_blocks
         self._used_by: dict[bytes, int] = {}  # Used blocks by owner; no zeros.
         self._held_by: dict[Epoch, list[int]] = {}  # Open epochs, and the blocks that each holds.
-        self._num_holds = [0] * num_blocks  # How many of those hold the block.
+        self._num_holds: dict[int, int] = {}  # How many of those hold a block; no zeros.
         self._num_draining = 0
         self._last_epoch = NEVER
-        self._publication = [0] * num_blocks
+        self._publication = array("q", [0]) * num_blocks
         self._publications = 0
         self._evictions = 0
         self._duplicates = 0
@@ -103,16 +113,7 @@ class BlockPool:
         """
         if not count:
             return ()
-        free = self._free
-        left = len(free) - count
-        if left >= 0:
-            blocks = free[left:]
-            del free[left:]
-            blocks.reverse()
-        elif count <= self.num_available:
-            blocks = [*reversed(free), *self._evict(-left)]
-            free.clear()
-        else:
+        if (blocks := self._take(count)) is None:
             return None
         references, owners = self._references, self._owner
         for block in blocks:
@@ -125,6 +126,17 @@ class BlockPool:
             self._count_used(PUBLIC, num_public)
         self._count_used(owner, count - num_public)
         return tuple(blocks)
+
+    def allocate_each(self, owners: Sequence[bytes]) -> Sequence[int]:
+        """`allocate` one block for each of these namespaces, one after the other. There must be as many."""
+        blocks = self._take(len(owners))
+        assert blocks is not None, "there were blocks enough"
+        references, owner_of, used_by = self._references, self._owner, self._used_by
+        for block, owner in zip(blocks, owners, strict=True):
+            references[block] = 1
+            owner_of[block] = owner
+            used_by[owner] = used_by.get(owner, 0) + 1
+        return blocks
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
         """The blocks of the longest known prefix of a hash chain.
@@ -151,7 +163,7 @@ class BlockPool:
         `num_available`.
         """
         references, holds = self._references, self._num_holds
-        return len([block for block in blocks if not references[block] and not holds[block]])
+        return len([block for block in blocks if not references[block] and block not in holds])
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that `lookup` found: one reference more for each."""
@@ -160,10 +172,10 @@ class BlockPool:
             if self._references[block] > 1:
                 continue
             self._count_used(self._owner[block], 1)
-            if self._num_holds[block]:
+            if block in self._num_holds:
                 self._num_draining -= 1
             else:
-                del self._cached[block]  # KeyError here would mean a block that was evicted meanwhile.
+                self._cached.remove(block)
 
     def publish(self, block: int, block_hash: BlockHash) -> bool:
         """Name a used block whose content is now complete, so that others may hit it.
@@ -207,7 +219,7 @@ class BlockPool:
         first, because a tail cannot be hit without its head.
         """
         references, owners, holds, names = self._references, self._owner, self._num_holds, self._hash_of
-        cached, put_free = self._cached, self._free.append
+        cached, put_free = list[int](), self._free.append
         owner, num_used = b"", 0  # Neighbours mostly have one owner: they are counted together.
         for block in reversed(blocks):
             count = references[block]
@@ -219,13 +231,14 @@ class BlockPool:
                 self._count_used(owner, -num_used)
                 owner, num_used = its_owner, 0
             num_used += 1
-            if holds[block]:
+            if block in holds:
                 self._num_draining += 1
             elif names[block] is None:
                 put_free(block)
             else:
-                cached[block] = None
+                cached.append(block)
         self._count_used(owner, -num_used)
+        self._cached.append(cached)
 
     def begin_epoch(self) -> Epoch:
         """Something starts that will touch blocks; it must be ended once."""
@@ -245,7 +258,7 @@ class BlockPool:
             return
         for block in reversed(blocks):  # They are put away in this order: see `free`.
             assert self._references[block], f"block {block} is held by an epoch but has no other holder"
-            self._num_holds[block] += 1
+            self._num_holds[block] = self._num_holds.get(block, 0) + 1
             held.append(block)
 
     def end_epoch(self, epoch: Epoch) -> int:
@@ -253,7 +266,10 @@ class BlockPool:
         reusable = 0
         for block in self._held_by.pop(epoch):
             self._num_holds[block] -= 1
-            if not self._num_holds[block] and not self._references[block]:
+            if self._num_holds[block]:
+                continue
+            del self._num_holds[block]
+            if not self._references[block]:
                 self._num_draining -= 1
                 self._put_away(block)
                 reusable += 1
@@ -267,13 +283,13 @@ class BlockPool:
     def demote(self, block: int) -> None:
         """Make a cached block the first to be evicted: it is cheaper to get back than the others."""
         if block in self._cached:
-            self._cached.move_to_end(block, last=False)
+            self._cached.put_first(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the names off `blocks` (their content is bad): holders keep them, no new request hits them."""
         for block in blocks:
             if (name := self._unname(block)) is not None:
-                self.events.removed(name)
+                self.events.removed((name,))
 
     def clear_cache(self) -> int:
         """Forget every name (the weights changed, or an operator asked). Returns how many there were."""
@@ -313,14 +329,12 @@ class BlockPool:
         assert not free & cached, "free and cached"
         assert not free & used, "free and used"
         assert not cached & used, "cached and used"
-        draining = {block for block, count in enumerate(self._num_holds) if count} - used
+        draining = self._num_holds.keys() - used
         assert not draining & (free | cached), "a block may be reused while an epoch holds it"
         assert len(draining) == self._num_draining, "draining blocks are miscounted"
         assert len(free) + len(cached) + len(used) + len(draining) == self.num_blocks, "a block is lost"
         holds = Counter(block for held in self._held_by.values() for block in held)
-        assert all(holds[block] == count for block, count in enumerate(self._num_holds)), (
-            "holds do not add up"
-        )
+        assert holds == self._num_holds, "holds do not add up"
         used_by = Counter(self._owner[block] for block in used)
         assert used_by == self._used_by, "blocks used by owner do not add up"
         assert all(count >= 0 for count in self._references), "negative references"
@@ -355,6 +369,23 @@ class BlockPool:
         """The namespace whose tokens `block` holds (of its last holder, if it is free)."""
         return self._owner[block]
 
+    def _take(self, count: int) -> list[int] | None:
+        """So many blocks that nobody holds, the free ones first; None, and nothing changes, if there are
+        fewer.
+        """
+        free = self._free
+        left = len(free) - count
+        if left >= 0:
+            blocks = free[left:]
+            del free[left:]
+            blocks.reverse()
+            return blocks
+        if count > self.num_available:
+            return None
+        blocks = [*reversed(free), *self._evict(-left)]
+        free.clear()
+        return blocks
+
     def _count_used(self, owner: bytes, change: int) -> None:
         if not change:
             return
@@ -369,17 +400,19 @@ class BlockPool:
         if self._hash_of[block] is None:
             self._free.append(block)
         else:
-            self._cached[block] = None
+            self._cached.append((block,))
 
     def _evict(self, count: int) -> list[int]:
         """Take the names off the `count` least recently used cached blocks, which are then in no state."""
-        evicted: list[int] = []
-        for _ in range(count):
-            block, _ = self._cached.popitem(last=False)
-            name = self._unname(block)
-            assert name is not None
-            self.events.removed(name)
-            evicted.append(block)
+        evicted, gone = self._cached.take(count), list[BlockHash]()
+        block_of, names, publication = self._block_of, self._hash_of, self._publication
+        for block in evicted:
+            name = names[block]
+            assert name is not None, f"cached block {block} has no name"
+            del block_of[name]
+            names[block], publication[block] = None, 0
+            gone.append(name)
+        self.events.removed(gone)
         self._evictions += count
         return evicted
 
@@ -391,6 +424,6 @@ class BlockPool:
             self._hash_of[block] = None
             self._publication[block] = 0
             if block in self._cached:
-                del self._cached[block]
+                self._cached.remove(block)
                 self._free.append(block)
         return name

@@ -183,6 +183,8 @@ class HostTier:
 
     def take_copies(self) -> Copies:
         """The copies to start now. Each must be answered by one `finish`."""
+        if not self.limits.num_slots:
+            return NO_COPIES
         return Copies(tuple(self._take_stores()), tuple(self._take_loads()))
 
     def _take_stores(self) -> list[BlockCopy]:
@@ -375,7 +377,7 @@ class HostTier:
         del self._slot_of[block_hash]
         self._hash_of[slot] = None
         if self._state[slot] is not Slot.STORING:
-            self._pool.events.removed(block_hash, medium=HOST)
+            self._pool.events.removed((block_hash,), medium=HOST)
 
     def _touch(self, slot: int) -> None:
         """The slot's content was wanted just now: it is the last to be evicted."""

@@ -467,7 +467,7 @@ def _filter(work: Work, worker: WorkerCapacity, blocked: Collection[WorkerId]) -
         return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
-    if not worker.is_able(work):
+    if work.needs and not worker.is_able(work):
         return "capability"
     if not work.adapter:
         return ""

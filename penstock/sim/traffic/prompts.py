@@ -13,6 +13,8 @@ it looks for from what the workers have announced.
 Randomness of a simulation: named streams of one seed, each independent of how much the others are used.
 """
 
+import itertools
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from struct import iter_unpack
@@ -255,12 +257,20 @@ class PromptBlockNames:
         """The names of all whole blocks, in order: those within the first `public_tokens` tokens are all
         tenants'.
         """
+        packed = array("Q", self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens))
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return list(map(BlockHash, itertools.chain.from_iterable(iter_unpack(_NAME, packed))))
+
+    def keys(
+        self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
+    ) -> list[int]:
+        """The same names as a gateway's index has them (`own_keys`)."""
         num_public, root = public_tokens // BLOCK_TOKENS, self._root(salt, adapter)
         if not num_public:
-            return self._names(segments, root)
-        names = self._names(segments, mix(root, num_public))
-        names[:num_public] = self._names(segments, self._root(PUBLIC, adapter))[:num_public]
-        return names
+            return _keys(segments, root)
+        public = _keys(segments, self._root(PUBLIC, adapter))[:num_public]
+        return public + _keys(segments, mix(root, num_public))[num_public:]
 
     def _root(self, salt: bytes, adapter: str) -> int:
         root = self._roots.get((salt, adapter))
@@ -269,14 +279,14 @@ class PromptBlockNames:
             root = self._roots[salt, adapter] = int.from_bytes(digest[:KEY_BYTES], "big") >> 1
         return root
 
-    def _names(self, segments: Sequence[Segment], state: int) -> list[BlockHash]:
-        packed, place = b"", 0
-        for segment in segments:
-            tokens = segment.tokens
-            base = mix(state, segment.content)
-            # Blocks that end in this content, by the position there of the first token behind them.
-            ends = range(base + BLOCK_TOKENS - place, base + tokens + 1, BLOCK_TOKENS)
-            packed += array("Q", ends).tobytes()
-            place = (place + tokens) % BLOCK_TOKENS
-            state = mix(base, tokens)
-        return [BlockHash(name) for (name,) in iter_unpack(_NAME, packed)]
+
+def _keys(segments: Sequence[Segment], state: int) -> list[int]:
+    keys, place = list[int](), 0
+    for segment in segments:
+        tokens = segment.tokens
+        base = mix(state, segment.content)
+        # Blocks that end in this content, by the position there of the first token behind them.
+        keys += range(base + BLOCK_TOKENS - place, base + tokens + 1, BLOCK_TOKENS)
+        place = (place + tokens) % BLOCK_TOKENS
+        state = mix(base, tokens)
+    return keys

@@ -8,7 +8,7 @@ from penstock import rng
 from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
-from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys, own_keys
+from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
@@ -58,10 +58,9 @@ class SegmentKeys(PromptKeys):
     def own(self, hasher: BlockHasher) -> Sequence[int]:
         """See `PromptKeys`."""
         if (found := self._own.get(hasher)) is None:
-            names = self._chains.of(hasher).chain(
+            found = self._own[hasher] = self._chains.of(hasher).keys(
                 self._segments, salt=self.owner, adapter=self.adapter, public_tokens=self._public_tokens
             )
-            found = self._own[hasher] = own_keys(names)
         return found
 
 

@@ -43,6 +43,10 @@ class Slower(NamedTuple):
         """See `StepTime`."""
         return max(1, int(self.law.step_ns(shape) * self.times))
 
+    def decode_ns(self, rows: int, kv_tokens: Sequence[int]) -> list[int]:
+        """See `StepTime`."""
+        return [max(1, int(each_ns * self.times)) for each_ns in self.law.decode_ns(rows, kv_tokens)]
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Version:

@@ -117,6 +117,7 @@ class SimWorker:
             waiting_queue(spec.engine),
             self._prefill,
         )
+        self._running = self.scheduler.running  # The list itself, which changes.
         self._streams: dict[RequestId, AnswerStream] = {}
         self._rows: dict[int, AnswerStream] = {}
         self._plan: StepPlan | None = None
@@ -240,7 +241,7 @@ class SimWorker:
     def _gauges(self) -> WorkerLoadReport:
         loaded = None if self.adapters is None else self.adapters.loaded
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        running, counts = len(scheduler.running), self._prefill.sums.counts
+        running, counts = len(self._running), self._prefill.sums.counts
         waiting = len(self._streams) - running
         blocks = pool.num_blocks, pool.num_used
         return WorkerLoadReport(running, waiting, *blocks, scheduler.rows_max, counts, loaded)
@@ -273,7 +274,7 @@ class SimWorker:
             self._flush(now_ns)
         steps_max = self._steps_to_due() if self.spec.fast_forwards and not self._is_garbage else 0
         if steps_max and (steps_max := self.scheduler.fast_forward_max(steps_max)):
-            running = self.scheduler.running
+            running = self._running
             self._fast_forward_max, self._fast_forward_rows = steps_max, len(running)
             self._fast_forward_kv = sum([request.num_planned for request in running])
             self._times = [now_ns]
@@ -373,7 +374,7 @@ class SimWorker:
         yet.
         """
         streams, least = self._streams, 1 << 30
-        for request in self.scheduler.running:
+        for request in self._running:
             stream = streams[request.request_id]
             due = stream.due
             if due == stream.first:
@@ -386,16 +387,15 @@ class SimWorker:
 
     def _extend_fast_forward(self) -> None:
         """Work out when some more steps end."""
-        times, rows, kv_tokens = self._times, self._fast_forward_rows, self._fast_forward_kv
-        step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
-        for _ in range(min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))):
-            kv_tokens += rows
-            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
+        times, rows, read = self._times, self._fast_forward_rows, self._fast_forward_kv
+        count = min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))
+        self._fast_forward_kv = end = read + rows * count
+        time_ns, slowness = times[-1], self._slowness
+        for each_ns in self.spec.step_time.decode_ns(rows, range(read + rows, end + 1, rows)):
             if slowness != 1.0:
                 each_ns = int(each_ns * slowness)
             time_ns += each_ns if each_ns > 1 else 1
             times.append(time_ns)
-        self._fast_forward_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
 
     def _on_coasted(self, now_ns: int, times: list[int]) -> None:
@@ -446,7 +446,7 @@ class SimWorker:
         for output in outputs:
             if output.finish is not None:
                 self._end(streams[output.request_id], output)
-        for request in self.scheduler.running:
+        for request in self._running:
             stream = streams[request.request_id]
             if len(request.tokens) - request.num_prompt >= stream.due:
                 self._is_due(stream)
