@@ -145,7 +145,7 @@ class Answering:
             message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
             core.submit(0, message, CLOCK.now_ns())
 
-    def go_on(self, for_ns: float) -> bool:
+    def run_for(self, for_ns: float) -> bool:
         """Steps for so long; whether any are left."""
         entered_ns = begun_ns = now_ns = CLOCK.now_ns()
         begun_cpu_s = time.process_time()
@@ -181,7 +181,7 @@ class Answering:
 def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str) -> Answered:
     """All prompts at once."""
     batch = Answering(core, prompts, how, name)
-    batch.go_on(math.inf)
+    batch.run_for(math.inf)
     return batch.answered()
 
 
@@ -192,7 +192,7 @@ def answer_in_turns(
     batches = [Answering(core, prompts, how, name) for core in cores]
     left = batches
     while left:
-        left = [batch for batch in left if batch.go_on(TURN_NS)]
+        left = [batch for batch in left if batch.run_for(TURN_NS)]
     return [batch.answered() for batch in batches]
 
 
