@@ -12,7 +12,7 @@ machine single steps take ten times their time. The steps shrink, so that the fi
 """
 
 FIRST = 0.1
-"""What the first draft adds beyond the price of a token, before any step had drafts: little, for it is
+"""The share that the first draft adds beyond a token's, before any step had drafts: little, for it is
 learned by trying."""
 _EXPECTED_PART = 0.5
 """Of what a token adds by the linear law, which learns it from prompts too, a further draft is expected to
