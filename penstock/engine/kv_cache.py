@@ -206,7 +206,7 @@ class _CommitAhead:
         wanted = -(-(num_bytes + AHEAD_BYTES) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         wanted = min(wanted, self._num_bytes)
         if wanted > self._asked:
-            # What is used already is committed, or being so.
+            # Used pages are committed, or being so.
             first = max(self._asked, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
             self._asked = wanted
             self._pieces.put((first, wanted))
