@@ -153,7 +153,7 @@ def build(into: Path) -> None:
     if compiler is None:
         sys.exit("a C compiler is needed")
     for name in ("load", "upstream"):
-        subprocess.run([compiler, "-O2", "-o", str(into / name), str(HERE / f"{name}.c")], check=True)
+        subprocess.run([compiler, "-O2", "-o", str(into / name), str(HERE / f"{name}.c"), "-lm"], check=True)
 
 
 def free_port() -> int:

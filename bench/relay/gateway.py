@@ -134,7 +134,7 @@ async def _main(paths: list[str], config: Config, *, counted: bool) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await gateway.start()
-    gc_tuning.freeze_gc()
+    gc_tuning.tune_server()
     await stop.wait()
     await gateway.stop()
 

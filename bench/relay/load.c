@@ -2,6 +2,8 @@
 
    load PORT CONNECTIONS REQUESTS FILE [STEPS INTERVAL SECONDS]     sends FILE's bytes as the request; "streamed" answers end with a chunk of
    length 0.
+   load PORT CONNECTIONS REQUESTS FILE MEAN_US     an open load: requests are due at random (Poisson, MEAN_US apart in the mean, the same in
+   each run), whether or not others have ended; one takes a connection that is free, and its latency counts from when it was due.
 
    Prints one JSON object: requests, errors, events ("\n\n" seen), seconds, latency and time to first byte (p50, p99, in us), and the
    time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte.
@@ -13,6 +15,7 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,6 +25,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -114,6 +118,10 @@ static double now_us(void) {
 
 static void begin(Connection *c);
 
+static double mean_us, due_us;
+static Connection **idle, timer_mark;
+static int num_idle, timer;
+
 static void open_connection(Connection *c) {
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     c->fd = socket(AF_INET, SOCK_STREAM, 0);
@@ -134,7 +142,8 @@ static void finish(Connection *c, int ok, int reopen) {
     if (reopen) { close(c->fd); c->fd = -1; }
     if (num_started < num_requests) {
         if (reopen) open_connection(c);
-        begin(c);
+        if (mean_us) idle[num_idle++] = c;
+        else begin(c);
     } else if (c->fd >= 0) { close(c->fd); c->fd = -1; }
 }
 
@@ -147,6 +156,19 @@ static void begin(Connection *c) {
     memset(c->tail, 0, 5);
     c->started = now_us();
     if (send(c->fd, request, request_len, MSG_NOSIGNAL) != request_len) finish(c, 0, 1);
+}
+
+/* Of an open load: what is due, and when to look again. */
+static void start_due(void) {
+    while (num_started < num_requests && num_idle && due_us <= now_us()) {
+        Connection *c = idle[--num_idle];
+        double due = due_us;
+        due_us -= log(1 - drand48()) * mean_us;
+        begin(c);
+        c->started = due;
+    }
+    struct itimerspec at = {{0, 0}, {(long)(due_us / 1e6), (long)(due_us - (long)(due_us / 1e6) * 1e6) * 1000 + 1}};
+    if (num_started < num_requests && num_idle) timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
 }
 
 /* Takes body bytes; 1 at the end of the answer. */
@@ -213,7 +235,8 @@ static int by_value(const void *a, const void *b) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5 && argc != 8) return 2;
+    if (argc != 5 && argc != 6 && argc != 8) return 2;
+    if (argc == 6) mean_us = atof(argv[5]);
     if (argc == 8) { map_steps(argv[5]); interval_s = atof(argv[6]); limit_s = atof(argv[7]); }
     port = atoi(argv[1]);
     int num_connections = atoi(argv[2]);
@@ -230,15 +253,29 @@ int main(int argc, char **argv) {
     firsts = calloc(num_requests + num_connections, sizeof(double));
     poller = epoll_create1(0);
     Connection *all = calloc(num_connections, sizeof(Connection));
+    idle = calloc(num_connections, sizeof *idle);
+    timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);
     double started = started_us = now_us();
-    for (int i = 0; i < num_connections && num_started < num_requests; i++) { open_connection(&all[i]); begin(&all[i]); }
+    for (int i = 0; i < num_connections && num_started < num_requests; i++) {
+        open_connection(&all[i]);
+        if (mean_us) idle[num_idle++] = &all[i];
+        else begin(&all[i]);
+    }
+    if (mean_us) {
+        struct epoll_event e = {.events = EPOLLIN | EPOLLET, .data.ptr = &timer_mark};
+        epoll_ctl(poller, EPOLL_CTL_ADD, timer, &e);
+        due_us = now_us();
+        start_due();
+    }
     double connected = now_us();
     struct epoll_event events[512];
     while (num_done < num_requests) {
         if (limit_s && now_us() - connected > limit_s * 1e6) break;
         int n = epoll_wait(poller, events, 512, limit_s ? 1000 : 60000);
         if (n == 0 && !limit_s) { fprintf(stderr, "nothing for a minute\n"); return 1; }
-        for (int i = 0; i < n; i++) readable(events[i].data.ptr);
+        for (int i = 0; i < n; i++)
+            if (events[i].data.ptr != &timer_mark) readable(events[i].data.ptr);
+        if (mean_us) start_due();
     }
     double seconds = (now_us() - started) / 1e6;
     qsort(totals, num_done, sizeof(double), by_value);

@@ -8,7 +8,9 @@ A load client and an upstream in C (bench/relay/*.c, built here) cost next to no
 gateway process, whose CPU time (/proc/PID/stat, children included) and memory are read. Shapes: `whole`
 answers at 64 connections; `chunks`: 64 chunks as fast as they are taken, 64 connections; `each`: the same
 with a stop string, with which our gateway may not tell several steps in one event (no proxy does that, so
-only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
+only ours is measured); `open`: whole answers that are asked for at random, 500 a second over 64 connections,
+below what any of these gateways saturates at, whether or not others have ended, so that the slowest say how
+long one waits; `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
 time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one
 token per step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own
 protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events; `penstock.http` is
@@ -57,11 +59,14 @@ class Shape:
     """0: not streamed."""
     period_us: int = 0
     stop: str = ""
+    mean_us: int = 0
+    """Between two requests, whether others have ended or not; 0: each connection sends its next at once."""
 
 
 SHAPES = (
     Shape("alone", 1, 1000, 0),
     Shape("whole", 64, 4000, 0),
+    Shape("open", 64, 10_000, 0, mean_us=2000),
     Shape("chunks", 64, 2000, 64),
     Shape("each", 64, 2000, 64, stop="\u0001"),
     Shape("paced", 256, 512, 256, PACE_US),
@@ -96,7 +101,10 @@ def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float
     file = place / "request"
     file.write_bytes(request_bytes(port, shape))
     done = subprocess.run(
-        [str(place / "load"), str(port), str(shape.connections), str(requests), str(file)],
+        [
+            *(str(place / "load"), str(port), str(shape.connections), str(requests), str(file)),
+            *([str(shape.mean_us)] if shape.mean_us else []),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -177,7 +185,7 @@ def direct_us(worker: str, requests: int) -> float:
 def is_measured(gateway: str, shape: str, number: int) -> bool:
     """Whether this round has this pair."""
     if gateway == "upstream":
-        return shape == "alone"
+        return shape in ("alone", "open")
     if gateway in SLOW and number:
         return False
     return gateway.startswith("penstock") or shape not in OWN_SHAPES

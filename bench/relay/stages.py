@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="whole,paced")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--tree", nargs="*", default=[], help="the last is held against")
+    parser.add_argument("--chunks", type=int, default=64, help="of a streamed answer, at most")
     parser.add_argument("--turns", type=int, default=0, help="bursts of CPU time")
     parser.add_argument("--instructions", action="store_true", help="with valgrind: a minute for each tree")
     args = parser.parse_args()
@@ -204,7 +205,7 @@ def main() -> None:
         build(Path(name))
         for shape in [each for each in SHAPES if each.name in args.shapes.split(",")]:
             requests = max(shape.connections, args.requests if not shape.period_us else 0)
-            short = replace(shape, chunks=min(shape.chunks, 64))
+            short = replace(shape, chunks=min(shape.chunks, args.chunks))
             if args.tree:
                 costs[shape.name] = beside(short, requests, Path(name), args)
             else:

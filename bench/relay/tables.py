@@ -68,23 +68,23 @@ def quartiles(values: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def added_us(results: Results, gateway: str) -> list[float]:
-    """The time that the gateway adds to a request that is alone, at the median of a round."""
-    bare = figures(results, "upstream", "alone", "total_p50_us")
-    alone = results.get(gateway, {}).get("alone", [])
-    if not all("direct_p50_us" in round_ for round_ in alone) and not bare:
+def added_us(results: Results, gateway: str, shape: str = "alone", at: str = "p50") -> list[float]:
+    """The time that the gateway adds to a request, at the median or the 99th percentile of a round."""
+    key = f"total_{at}_us"
+    bare = figures(results, "upstream", shape, key)
+    rounds = results.get(gateway, {}).get(shape, [])
+    if not all("direct_p50_us" in round_ for round_ in rounds) and not bare:
         return []
     return [
-        r["total_p50_us"] - (r["direct_p50_us"] if "direct_p50_us" in r else statistics.median(bare))
-        for r in alone
+        r[key] - (r["direct_p50_us"] if "direct_p50_us" in r else statistics.median(bare)) for r in rounds
     ]
 
 
 def peer_table(results: Results) -> list[str]:
     """Every gateway: CPU-seconds per 1,000 requests by shape, events per request, memory, latency added."""
     lines = [
-        "| gateway | whole | chunks | events | each | events | paced | events | memory | added p50 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| gateway | whole | chunks | events | each | events | paced | events | memory | added p50 | p99 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for gateway, shapes in results.items():
         if gateway == "upstream":
@@ -97,7 +97,8 @@ def peer_table(results: Results) -> list[str]:
                 f"{statistics.median(events):.0f}" if events else "",
             ]
         memory = max((r["rss_mb"] for rounds in shapes.values() for r in rounds), default=0.0)
-        cells += [f"{memory:.0f} MB", spread(added_us(results, gateway), 0, " us")]
+        waits = added_us(results, gateway, "open", "p99")
+        cells += [f"{memory:.0f} MB", spread(added_us(results, gateway), 0, " us"), spread(waits, 0, " us")]
         lines.append(f"| {gateway} | " + " | ".join(cells) + " |")
     return lines
 

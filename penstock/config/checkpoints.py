@@ -120,7 +120,7 @@ def weight_files(directory: Path) -> list[str]:
     for name in reversed(WEIGHTS):
         if (directory / name).is_file():
             return [name]
-    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    names = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
     found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
     parts = [part.groups() for part in map(_SHARD.fullmatch, found) if part is not None]
     if not parts:
@@ -156,7 +156,8 @@ _HUB_ID = re.compile(
     r"(@(?P<revision>[\w./-]{1,128}))?",
     re.IGNORECASE,
 )
-_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+_WANTED = ["*.json", "*.jinja", "*.safetensors", "!consolidated*"]
+"""Not the same weights a second time in Mistral's own layout."""
 
 
 def served_name(model: ModelConfig) -> str:

@@ -7,6 +7,7 @@ if the kernels compute with those. So at no time is more than one weight in memo
 up, for benchmarks that have only a `config.json`.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from penstock.models.spec import DecoderSpec
 SINGLE_FILE, INDEX_FILE = WEIGHTS
 _SIZE_FACTOR_MAX = 2
 _PACKED_MAX = 8
+_LFS = b"version https://git-lfs"
 _OF_EAGLE_3 = ("midlayer.", "d2t", "t2d")
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
@@ -264,16 +266,23 @@ def _read_tensor(name: str, files: dict[str, _Stored]) -> Tensor:
 def _open_all(directory: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for path in checkpoint_files(directory):
+        if path.exists() and not path.is_file():  # Opening a pipe would wait for ever.
+            raise CheckpointError(f"{path}: expected a file, it is something else")
         try:
             file = cast(_File, cast(Any, safe_open)(str(path), framework="pt"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: missing; {INDEX_FILE} names it") from error
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: not a whole safetensors file (truncated or corrupt?): {error}"
-            ) from error
+            raise CheckpointError(f"{path}: not a whole safetensors file ({_why(path)}): {error}") from error
         stored |= {name: _Stored(path, file) for name in file.keys()}  # noqa: SIM118  (not a dict)
     return stored
+
+
+def _why(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            return "a pointer of git-lfs: `git lfs pull` fetches the file"
+    return "truncated or corrupt?"
 
 
 class _Index(msgspec.Struct):

@@ -27,7 +27,7 @@ WEIGHT = ".weight"
 KEPT_GROUPS = (128, 64, 32)
 """Groups that the kernels compute four bits with; a larger one is cut into the largest that divides it."""
 IGNORED = (
-    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".activation_scale",
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".activation_scale_ub",
 )  # fmt: skip
 """Scales of activations and of a quantized KV cache: our kernels round inputs as they come, and keep the

@@ -120,7 +120,10 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
         )
     if text.is_causal is False:
         raise CheckpointError(f"{path}: is_causal is false, which is not supported for {architectures[0]}")
-    spec = family.spec(config)
+    try:
+        spec = family.spec(config)
+    except CheckpointError as error:  # It begins with the file's name.
+        raise CheckpointError(f"{directory}/{error}") from error
     return replace(spec, embeds=stored_pooling(directory) is not None), family.names
 
 
@@ -168,6 +171,12 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
         raise CheckpointError(
             f"{directory}: has its weights in {found}, of TensorFlow or Flax: our engine reads *.safetensors"
         )
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path}: is a link to {path.readlink()}, which is not there; copy a hub's snapshot with its "
+                f"blobs"
+            )
     raise CheckpointError(f"{directory}: has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
 
 

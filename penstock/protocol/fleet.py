@@ -119,6 +119,8 @@ class LoadAdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
     """A directory where workers run, `http(s)://` or `s3://`; with `#digest=HEX` it must have that one."""
     base_model_name: Annotated[str, Meta(max_length=256)] | None = None
     """Ours: whose it is; needed where there are several models."""
+    load_inplace: bool = False
+    """vLLM's: replace the one of this name. Refused."""
 
 
 class UnloadAdapterOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@
 
 An adapter is named by requests and told apart by its digest: what was evicted must come back with the same
 one. Adapters are read one at a time: first those that requests wait for, then those that were never read,
-then those that are to be kept in memory and are not. Pure: the reader calls `take`: the engine's thread or
-the simulator's clock.
+then those that are to be kept in memory and are not; such a read is given up when a request comes that waits
+for another. Pure: the reader calls `take`: the engine's thread or the simulator's clock.
 """
 
 from collections import OrderedDict, deque
@@ -89,13 +89,21 @@ class AdapterPool(Generic[R]):
     """See the module. `R` is a request as its owner knows it."""
 
     def __init__(
-        self, clock: Clock, *, slots: int, bytes_max: int, read: Callable[[PooledAdapter], None]
+        self,
+        clock: Clock,
+        *,
+        slots: int,
+        bytes_max: int,
+        read: Callable[[PooledAdapter], None],
+        give_up: Callable[[PooledAdapter], None],
     ) -> None:
         """At most `slots` adapters are in use at once, and `bytes_max` in memory, beside one that is read for
-        the first time. `read` begins to read an adapter; one at a time.
-        """
+        the first time. `read` begins to read an adapter; one at a time. `give_up` asks that the end of that
+        come early: `given_up` is called, or `take`, if it is too late.
+        """  # fmt: skip
         assert slots > 0, "a worker without places has no pool"
-        self._clock, self._slots, self._bytes_max, self._begin = clock, slots, bytes_max, read
+        self._clock, self._slots, self._bytes_max = clock, slots, bytes_max
+        self._begin, self._give_up = read, give_up
         self._known: dict[str, PooledAdapter] = {}
         self._used: set[PooledAdapter] = set()
         self._in_memory: OrderedDict[PooledAdapter, None] = OrderedDict()  # The least recently used first.
@@ -109,6 +117,8 @@ class AdapterPool(Generic[R]):
         """The one that is being read."""
         self._is_first = False
         self._is_urgent = False
+        self._is_spare = False
+        """Nobody waits for what is being read, which was read before."""
         self._coming_bytes = 0
         """Of what is read because requests wait for it."""
         self._began_ns = 0
@@ -233,6 +243,14 @@ class AdapterPool(Generic[R]):
         self._read_next()
         return self.release()
 
+    def given_up(self, entry: PooledAdapter) -> None:
+        """The reading has ended without a result, as `give_up` has asked."""
+        assert entry is self.reading, f"{entry.name} is not the one that is read"
+        self.reading, self._coming_bytes = None, 0
+        if self._is_urgent:  # It came to be wanted meanwhile.
+            self._wanted[entry] = None
+        self._read_next()
+
     def _bring(self, entry: PooledAdapter, digest: str, packed: InMemory) -> None:
         """It is in memory, if there can be room for it."""
         if packed.num_bytes > self._bytes_max:
@@ -300,9 +318,12 @@ class AdapterPool(Generic[R]):
     def _want(self, entry: PooledAdapter) -> None:
         if entry is self.reading:
             self._is_urgent = True
-        else:
-            self._wanted[entry] = None
-            self._read_next()
+            return
+        self._wanted[entry] = None
+        self._read_next()
+        if self._is_spare and not self._is_urgent and self.reading is not None:
+            self._is_spare = False
+            self._give_up(self.reading)
 
     def _read_next(self) -> None:
         """Begin to read what is most urgent, unless something is being read."""
@@ -316,6 +337,7 @@ class AdapterPool(Generic[R]):
         assert entry.packed is None, f"{entry.name} is in memory"
         self.reading, self._is_urgent = entry, urgent is not None
         self._is_first = urgent is None and entry in self._unread
+        self._is_spare = urgent is None and not self._is_first
         self._began_ns = self._clock.now_ns()
         self._coming_bytes = entry.num_bytes if urgent is not None else 0
         self._wanted.pop(entry, None)

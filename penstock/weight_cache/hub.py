@@ -6,7 +6,6 @@ are for, and trouble has a type.
 """
 
 import contextlib
-import fnmatch
 import http.client
 import os
 import urllib.error
@@ -18,7 +17,14 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from penstock.weight_cache.source import Digest, Listing, RemoteFile, SourceError, SourceUnreachable
+from penstock.weight_cache.source import (
+    Digest,
+    Listing,
+    RemoteFile,
+    SourceError,
+    SourceUnreachable,
+    is_wanted,
+)
 
 TIMEOUT_S = 30.0
 """Without a byte."""
@@ -165,7 +171,7 @@ class HubSource:
             return None
 
     def _is_wanted(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
+        return is_wanted(name, self._patterns)
 
     def _headers(self) -> dict[str, str]:
         return {"User-Agent": "penstock"} | (

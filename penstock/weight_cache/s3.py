@@ -5,7 +5,6 @@ boto3 finds credentials, region and endpoint.
 
 import base64
 import contextlib
-import fnmatch
 import hashlib
 import importlib
 import re
@@ -20,6 +19,7 @@ from penstock.weight_cache.source import (
     RemoteFile,
     SourceError,
     SourceUnreachable,
+    is_wanted,
 )
 
 _PLAIN_ETAG = re.compile(r"[0-9a-f]{32}")
@@ -75,7 +75,7 @@ class S3Source:
     def _files(self) -> Iterator[RemoteFile]:
         for key, size in sorted(self._objects()):
             name = key.rpartition("/")[2] if key == self._prefix else key[len(self._prefix) :].lstrip("/")
-            if not any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in self._patterns):
+            if not is_wanted(name.lower(), self._patterns):
                 continue
             head = self._client.head_object(Bucket=self._bucket, Key=key, ChecksumMode="ENABLED")
             self._keys[name], self._etags[name] = key, str(head.get("ETag", ""))

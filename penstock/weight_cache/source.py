@@ -1,7 +1,9 @@
 """A place that models come from, as the cache sees it: a list of files, and bytes of each from an offset."""
 
 import contextlib
+import fnmatch
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, Literal, Protocol
@@ -64,6 +66,14 @@ class Listing:
     def num_bytes(self) -> int:
         """Of all files."""
         return sum(file.size for file in self.files)
+
+
+def is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a file matches one of the patterns, and none of those that have `!` in front."""
+    without = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in without
+    )
 
 
 class Source(Protocol):

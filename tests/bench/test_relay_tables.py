@@ -19,7 +19,7 @@ def test_a_row_has_medians_with_their_spread_and_the_events_of_streams() -> None
         },
     }
     (_, _, row) = relay_tables.peer_table(results)
-    assert row == "| smg | 0.20 (0.10 to 0.40) |  |  |  |  | 5.00 | 257 | 50 MB | 100 us |"
+    assert row == "| smg | 0.20 (0.10 to 0.40) |  |  |  |  | 5.00 | 257 | 50 MB | 100 us |  |"
 
 
 def test_goals_are_held_against_medians_and_against_peers_round_by_round() -> None:

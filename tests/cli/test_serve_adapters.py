@@ -55,7 +55,7 @@ class Place:
     def client(self, key: str = "") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.server.url, api_key=key or self.open, max_retries=0)
 
-    def order(self, verb: str, key: str = ADMIN, **body: str) -> httpx2.Response:
+    def order(self, verb: str, key: str = ADMIN, **body: str | bool) -> httpx2.Response:
         url = f"{self.server.url}/{verb}_lora_adapter"
         return httpx2.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
@@ -112,6 +112,8 @@ def test_one_comes_and_goes_while_it_runs(served: Place) -> None:
     nowhere = served.order("load", lora_name="it", lora_path="~no-such-user-here/it")
     assert (nowhere.status_code, "~no-such-user-here/it/adapter_config.json" in nowhere.text) == (400, True)
     assert served.order("load", lora_name="mini", lora_path=path).status_code == 400
+    in_place = served.order("load", lora_name="it", lora_path=path, load_inplace=True)
+    assert (in_place.status_code, "load_inplace: expected false" in in_place.text) == (400, True)
     assert "it" not in served.names()
     loaded = served.order("load", lora_name="it", lora_path=path)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'it' added successfully.")

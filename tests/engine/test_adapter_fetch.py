@@ -118,6 +118,16 @@ def test_a_signature_stays_behind_the_path(web: tuple[str, Path]) -> None:
         assert content(AdapterFetcher(place / "c").fetch(f"{url}/{path}")) == FILES
 
 
+@pytest.mark.parametrize("name", ["no.zip?X-Signature=5f0c", "no?X-Signature=5f0c"])
+def test_a_signature_and_a_password_are_in_no_message(web: tuple[str, Path], name: str) -> None:
+    url = web[0].replace("://", "://me:secret@")
+    with pytest.raises(CheckpointError) as refused:
+        AdapterFetcher(web[1] / "c").fetch(f"{url}/{name}")
+    assert "5f0c" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert "cannot be read" in str(refused.value)
+
+
 @pytest.mark.parametrize("path", ["http://[::1/fr", "http://127.0.0.1:x/fr", "~no-such-user-here/fr"])
 def test_what_is_no_address_is_said_to_be_none(tmp_path: Path, path: str) -> None:
     with pytest.raises(CheckpointError, match=r"no path or address|cannot be read"):

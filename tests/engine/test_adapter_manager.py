@@ -34,16 +34,17 @@ class Reader:
         self.read_names: list[str] = []
         self.may_go_on = Event()
         self.may_go_on.set()
-        self.suffix = ""
+        self.suffix, self.error = "", "bad: is no adapter"
 
     def fetch(self, path: str, *, again: bool = False) -> Path:
         return Path(path)
 
     def read(self, directory: Path, digest: str, pause: Callable[[], None]) -> tuple[str, Packed]:
         assert self.may_go_on.wait(10)
+        pause()
         self.read_names.append(directory.name)
         if directory.name == "bad":
-            raise CheckpointError("bad: is no adapter")
+            raise CheckpointError(self.error)
         found = f"digest of {directory.name}{self.suffix}"
         if digest not in ("", found):
             raise CheckpointError(f"its digest is {found}, expected {digest}")
@@ -133,6 +134,16 @@ def test_one_that_cannot_be_read_fails_its_own_requests_only() -> None:
     assert driven.ask("a") in driven.names
 
 
+def test_an_error_names_where_the_adapter_came_from_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, path = Driven(), "https://me:secret@host/bad?signature=5f0c"
+    monkeypatch.setattr(driven.reader, "fetch", lambda path, again=False: Path("/copies/17/bad"))
+    driven.reader.error = "/copies/17/bad/adapter_config.json: is malformed"
+    driven.note(driven.manager.take_order(LoadAdapter(name="bad", path=path)))
+    driven.read()
+    [state] = driven.manager.reported().adapters
+    assert state.error == "https://host/bad/adapter_config.json: is malformed"
+
+
 def test_the_gateway_and_the_worker_mean_the_same_one() -> None:
     driven = Driven()
     driven.load("a")
@@ -218,7 +229,9 @@ def test_a_request_that_waits_can_be_aborted() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 3),
-    st.lists(st.tuples(st.sampled_from(["ask", "end", "unload", "wait"]), st.integers(0, 4)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "end", "unload", "keep", "wait"]), st.integers(0, 4)), max_size=40
+    ),
 )
 def test_everybody_is_served_in_the_end(slots: int, moves: list[tuple[str, int]]) -> None:
     driven = Driven(slots)
@@ -234,6 +247,8 @@ def test_everybody_is_served_in_the_end(slots: int, moves: list[tuple[str, int]]
         elif move == "unload":
             driven.note(driven.manager.take_order(UnloadAdapter(names[number])))
             driven.load(names[number])
+        elif move == "keep":
+            driven.note(driven.manager.take_order(KeepAdapters((names[number], names[0]))))
         else:
             driven.clock.advance(NS_PER_S)
     done = asked - driven.manager.num_waiting - len(driven.running) - len(driven.failed)
@@ -264,6 +279,41 @@ def test_what_is_to_be_kept_is_read_when_nothing_is_more_urgent_and_goes_last() 
     driven.read()
     driven.end(request)
     assert driven.loaded == {"a", "b"}
+
+
+def test_a_read_that_nobody_waits_for_is_given_up_for_one_that_a_request_waits_for() -> None:
+    driven = Driven()
+    driven.load("a", "b", "c")
+    driven.reader.may_go_on.clear()
+    driven.note(driven.manager.take_order(KeepAdapters(("c",))))
+    waits = driven.ask("b")
+    assert driven.names == [waits], "in memory"
+    driven.order("d")
+    asked = driven.ask("d")
+    driven.reader.may_go_on.set()
+    for _ in range(2):  # The end of what was given up, and "d".
+        driven.read()
+    assert driven.reader.read_names == ["a", "b", "c", "d"]
+    assert driven.names == [waits, asked]
+    driven.end(waits)
+    driven.end(asked)
+    driven.read()
+    assert driven.reader.read_names[-1] == "c"
+    assert "c" in driven.loaded, "nothing was more urgent"
+
+
+def test_a_read_that_was_given_up_is_begun_again_where_a_request_came_for_it() -> None:
+    driven = Driven()
+    driven.load("a", "b", "c")
+    driven.reader.may_go_on.clear()
+    driven.note(driven.manager.take_order(KeepAdapters(("c",))))
+    driven.order("d")
+    asked = driven.ask("d"), driven.ask("c")
+    driven.reader.may_go_on.set()
+    for _ in range(3):
+        driven.read()
+    assert driven.reader.read_names == ["a", "b", "c", "d", "c"]
+    assert driven.names == list(asked)
 
 
 def test_one_that_will_be_asked_for_is_read_before_those_that_nobody_has_asked_for() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: those that load, and those that are refused with a message that says what to mend."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tiny_models import FAMILIES, PHI3, save, tiny_model
 from penstock.engine.loader import load_weights, random_weights
 from penstock.errors import CheckpointError
 from penstock.models.names import decoder_weights
-from penstock.models.registry import read_spec
+from penstock.models.registry import check_loads, read_spec
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import RequestId, SamplingParams
 
@@ -201,7 +202,7 @@ def test_a_truncated_file(directory: Path, keep: int) -> None:
 
 def test_a_file_of_something_else(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3)
-    assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+    assert "model.safetensors: not a whole safetensors file (a pointer of git-lfs" in refusal(directory)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,21 @@ def test_a_file_of_something_else(directory: Path) -> None:
 def test_a_header_that_lies(directory: Path, raw: bytes) -> None:
     (directory / "model.safetensors").write_bytes(raw)
     assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+
+
+def test_weights_that_are_no_files(directory: Path) -> None:
+    """A pipe, which would be waited for; a link of a hub's snapshot whose blob was left behind."""
+    path = directory / "model.safetensors"
+    path.rename(directory / "weights")
+    os.mkfifo(path)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(directory)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": path.name}}))
+    assert refusal(directory) == f"{path}: expected a file, it is something else"
+    (directory / "model.safetensors.index.json").unlink()
+    path.unlink()
+    path.symlink_to("../../blobs/0123abc")
+    with pytest.raises(CheckpointError, match=r"is a link to \.\./\.\./blobs/0123abc, which is not there"):
+        check_loads(directory)
 
 
 def test_a_broken_index(tmp_path: Path) -> None:

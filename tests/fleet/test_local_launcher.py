@@ -16,6 +16,7 @@ from scripted_worker import Bench, bench
 from penstock.backends.base import GenerateRequest
 from penstock.backends.silence import HeartbeatTerms
 from penstock.errors import StreamBroken, WorkerUnavailable
+from penstock.fleet.launchers.process import create_process
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -244,3 +245,21 @@ def test_abort_frees_the_blocks_on_the_worker() -> None:
 
     requests = Requests()
     run(check)
+
+
+def test_another_threads_process_in_the_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop makes one at a time in a program, and refuses a second loop meanwhile."""
+    tries, made = list[object](), object()
+
+    async def create(*_command: str, **_how: object) -> object:
+        tries.append(_command)
+        if len(tries) < 3:
+            raise RuntimeError("Racing with another loop to spawn a process.")
+        if len(tries) == 4:
+            raise RuntimeError("no loop")
+        return made
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    assert asyncio.run(create_process({})) is made
+    with pytest.raises(RuntimeError, match="no loop"):
+        asyncio.run(create_process({}))

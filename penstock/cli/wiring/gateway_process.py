@@ -90,7 +90,7 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
     if launch.is_patient:
         await wait_for_attached(registry, config.models, log)
     await gateway.start([socket.socket(fileno=number) for number in launch.listeners])
-    gc_tuning.freeze_gc()
+    gc_tuning.tune_server()
     telling = None
     if launch.index == 0:
         telling = asyncio.create_task(_tell_of_attached(config, registry, log, gateway.notes))

@@ -224,7 +224,7 @@ class Serving:
                     return 0
                 takeover = loading.result()
                 await self._spares.close()
-                gc_tuning.freeze_gc()
+                gc_tuning.tune_server()
                 if takeover is not None:
                     await self._stack.take_over(takeover)
                     self._save_key()  # Until here the file is the running server's.

@@ -83,6 +83,9 @@ class AdapterFetcher:
                 for name in _BOUNDS:
                     url = at._replace(path=f"{at.path.rstrip('/')}/{name}").geturl()
                     _write(lambda url=url: _opened(url), fresh / name, url, self._clock)
+        except CheckpointError as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise CheckpointError(public(path, str(error))) from error
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -94,6 +97,19 @@ class AdapterFetcher:
         """Forget what was fetched."""
         if self._cache is not None and self._is_ours:
             shutil.rmtree(self._cache, ignore_errors=True)
+
+
+def public(path: str, words: str) -> str:
+    """The words about an adapter without the secrets of its address: a signature, a password."""
+    try:
+        at = urlsplit(path)
+    except ValueError:
+        return words
+    user = at.netloc.rpartition("@")[0]
+    secrets = (f"?{at.query}" if at.query else "", f"{user}@" if user else "")
+    for secret in filter(None, secrets):
+        words = words.replace(secret, "")
+    return words
 
 
 def _sweep() -> None:

@@ -13,7 +13,8 @@ from threading import Thread
 from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
-from penstock.engine.adapters.pauses import Pauses
+from penstock.engine.adapters.fetch import public
+from penstock.engine.adapters.pauses import GivenUp, Pauses
 from penstock.errors import PenstockError
 from penstock.protocol.worker import Submit
 from penstock.protocol.worker_parts import (
@@ -73,6 +74,15 @@ class AdapterRead:
     digest: str = ""
     packed: InMemory | None = None
     error: str = ""
+    is_given_up: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Job:
+    """An adapter that is to be read."""
+
+    number: int
+    entry: PooledAdapter
 
 
 class AdapterManager:
@@ -88,11 +98,10 @@ class AdapterManager:
         post: Callable[[AdapterRead], None],
     ) -> None:
         """At most `slots` adapters are in use at once."""
-        self._jobs: SimpleQueue[PooledAdapter | None] = (
-            SimpleQueue()
-        )  # One at most: the pool gives them one by one.
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # One at most: the pool gives them one by one.
+        self._num_jobs = 0
         self.pool: AdapterPool[WaitingRequest] = AdapterPool(
-            clock, slots=slots, bytes_max=reader.bytes_max, read=self._jobs.put
+            clock, slots=slots, bytes_max=reader.bytes_max, read=self._read, give_up=self._give_up
         )
         self._pauses = Pauses(clock)
         self._thread = Thread(
@@ -112,6 +121,14 @@ class AdapterManager:
         """Read nothing more; an adapter that is being read is dropped."""
         self._jobs.put(None)
         self._pauses.steps_run(False)
+
+    def _read(self, entry: PooledAdapter) -> None:
+        self._num_jobs += 1
+        self._jobs.put(_Job(self._num_jobs, entry))
+
+    def _give_up(self, entry: PooledAdapter) -> None:
+        del entry  # It is the last one.
+        self._pauses.give_up(self._num_jobs)
 
     def steps_run(self, run: bool) -> None:
         """Whether steps follow one another now: the thread that reads leaves them time."""
@@ -164,6 +181,9 @@ class AdapterManager:
         """The thread has read an adapter, or could not."""
         if update.entry is not self.pool.reading:
             return PoolReleased()  # It was read for one before this one, which was closed.
+        if update.is_given_up:
+            self.pool.given_up(update.entry)
+            return PoolReleased()
         if update.error:
             _log.warning("adapter %s cannot be loaded: %s", update.entry.name, update.error)
         elif update.packed is not None:
@@ -175,21 +195,26 @@ class AdapterManager:
 
 
 def _read_all(
-    jobs: "SimpleQueue[PooledAdapter | None]",
+    jobs: "SimpleQueue[_Job | None]",
     reader: Reads,
     fetcher: Fetches,
     post: Callable[[AdapterRead], None],
     pauses: Pauses,
 ) -> None:
     """The thread's life: one adapter after the other."""
-    while (entry := jobs.get()) is not None:
+    while (job := jobs.get()) is not None:
+        entry = job.entry
+        directory = Path(entry.path)
         try:
             directory = fetcher.fetch(entry.path, again=entry.was_read)
-            pauses.begin()
+            pauses.begin(job.number)
             digest, packed = reader.read(directory, entry.digest, pauses.pause)
             post(AdapterRead(entry, digest, packed))
-        except PenstockError as error:
-            post(AdapterRead(entry, error=str(error)))
+        except GivenUp:
+            post(AdapterRead(entry, is_given_up=True))
+        except PenstockError as error:  # It names where the files came from: nobody knows our copy of them.
+            words = str(error).replace(str(directory), entry.path)
+            post(AdapterRead(entry, error=public(entry.path, words)))
         except MemoryError:
             post(AdapterRead(entry, error="there is no memory for it"))
         except Exception as error:  # noqa: BLE001 - one file must not end the worker.

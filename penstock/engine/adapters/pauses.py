@@ -20,13 +20,18 @@ def pause_s(worked_ns: int, *, is_awaited: bool) -> float:
     return min(worked_ns / NS_PER_S * (AWAITED_SHARE if is_awaited else SHARE), PAUSE_S_MAX)
 
 
+class GivenUp(Exception):
+    """The work is not wanted any more."""
+
+
 class Pauses:
-    """`steps_run` is called on the step thread, the others on the one that pauses."""
+    """`steps_run` and `give_up` are called on the step thread, the others on the one that pauses."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since_ns = clock.now_ns()
         self._is_awaited = False
+        self._work, self._given_up = 0, -1
         self._is_idle = Event()
         self._is_idle.set()
 
@@ -41,11 +46,22 @@ class Pauses:
             else:
                 self._is_idle.set()
 
-    def begin(self) -> None:
-        """Work begins."""
-        self._since_ns = self._clock.now_ns()
+    def give_up(self, work: int) -> None:
+        """Let the work of this number end at its next pause."""
+        self._given_up = work
+
+    def begin(self, work: int) -> None:
+        """Work begins, under a number of its own."""
+        self._work, self._since_ns = work, self._clock.now_ns()
 
     def pause(self) -> None:
-        """A piece of the work is done: wait for a while, or until the steps end."""
-        self._is_idle.wait(pause_s(self._clock.now_ns() - self._since_ns, is_awaited=self._is_awaited))
-        self.begin()
+        """A piece of the work is done: wait for a while, or until the steps end.
+
+        Raises:
+            GivenUp: nobody wants the rest.
+        """
+        if self._given_up != self._work:
+            self._is_idle.wait(pause_s(self._clock.now_ns() - self._since_ns, is_awaited=self._is_awaited))
+        if self._given_up == self._work:
+            raise GivenUp
+        self._since_ns = self._clock.now_ns()

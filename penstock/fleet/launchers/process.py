@@ -36,7 +36,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
 from penstock.config.machine import CgroupMemory
 from penstock.protocol.address import REAL_RUNNER, Address, TcpAddress, UnixAddress, WorkerLaunch
 
@@ -71,6 +71,8 @@ TAIL_LINES = 20
 LINE_BYTES_MAX = 8192
 TakeSpare = Callable[[dict[str, str]], Process | None]
 """Gives away a process that was begun in this environment: `Spares.take`."""
+_RACE_S = 0.005
+"""Before a process is begun again that another thread's was in the way of."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -220,17 +222,7 @@ async def create_process(environment: dict[str, str], *imports: str) -> Process:
     Raises:
         OSError: no process can be started.
     """
-    # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
-    creating = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.engine.worker", *imports),
-            stdin=PIPE,
-            stdout=DEVNULL,
-            stderr=PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-    )
+    creating = asyncio.ensure_future(_created(environment, *imports))
     try:
         return await asyncio.shield(creating)
     except asyncio.CancelledError:
@@ -238,6 +230,25 @@ async def create_process(environment: dict[str, str], *imports: str) -> Process:
         process.kill()
         await process.wait()
         raise
+
+
+async def _created(environment: dict[str, str], *imports: str) -> Process:
+    while True:
+        try:
+            # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.engine.worker", *imports),
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except RuntimeError as error:
+            # uvloop makes one process at a time in a program; another thread's loop (an `LLM`'s) is at it.
+            if "Racing" not in str(error):
+                raise
+        await sleep(_RACE_S)
 
 
 def describe_exit(code: int | None) -> str:

@@ -290,6 +290,11 @@ class AdaptersAdmin:
         """
         order = _decoded(exchange.body, LoadAdapterOrder)
         models, name = self._services.models, order.lora_name
+        if order.load_inplace:
+            raise InvalidRequest(
+                "load_inplace: expected false; unload the adapter first, then load it again.",
+                param="load_inplace",
+            )
         if order.base_model_name is None and len(list(models)) > 1:
             known = ", ".join(each.name for each in models)
             raise InvalidRequest(

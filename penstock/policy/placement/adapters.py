@@ -26,14 +26,17 @@ HALF_LIFE_S = 300.0
 PLAN_S = 1.0
 REPLICA_SHARE = 0.5
 """A worker's part of the demand that one adapter may be before it gets another replica."""
-STAYS = 1.5
+STAYS = 1.2
 """An adapter at home gives way to one that is wanted so many times as much: evictions cost loads."""
-NOBODYS = 5
+NOBODYS = 20
 """One in so many places of a worker is no adapter's, at least one of several."""
 DEMAND_MAX = 4096
 """Adapters whose demand is remembered: those that were asked for last."""
 _HOME = 0.8
 """Of a load's time, what counts where the adapter has its home: there it will be wanted again."""
+_ORDERED = 0.5
+"""The share of the rest of a load on its way that counts: else a worker that is a little less busy would be
+given the request, and would load the same again."""
 _FORGET_S = 60.0
 """A load that was ordered and is over due by so much is not expected any more."""
 
@@ -113,7 +116,7 @@ class AdapterPlacement:
         load_ns = view.adapter_load_ns or self._load_ns
         due_ns = loading.get(adapter) if loading is not None else None
         if due_ns is not None and now_ns - due_ns < _FORGET_S * NS_PER_S:
-            return max(due_ns - now_ns, load_ns // 8)
+            return int(max(due_ns - now_ns, load_ns // 8) * _ORDERED)
         wait_ns = self._free_ns(now_ns, worker) - now_ns + load_ns
         return int(wait_ns * _HOME) if worker.id in self.homes(adapter) else wait_ns
 

@@ -45,10 +45,12 @@ class SimAdapters:
         self._entries: dict[RequestId, PooledAdapter] = {}
         self._held: dict[RequestId, Submission] = {}
         self.num_reads = 0
+        self._given_up = 0
+        """The number of the read that was given up last."""
         self.waits_ns: list[tuple[int, int]] = []
         """When each request went on, and what it had waited for its adapter."""
         self._pool: AdapterPool[Submission] = AdapterPool(
-            timeline, slots=spec.slots, bytes_max=spec.slots, read=self._read
+            timeline, slots=spec.slots, bytes_max=spec.slots, read=self._read, give_up=self._give_up
         )
         for name in spec.names:
             self._pool.load(name, name, name)
@@ -106,7 +108,17 @@ class SimAdapters:
     def _read(self, entry: PooledAdapter) -> None:
         self.num_reads += 1
         when_ns = self._timeline.now_ns() + self._spec.read_ns
-        self._timeline.at(when_ns, self._actor, Rank.TIMER, self._was_read, entry)
+        self._timeline.at(when_ns, self._actor, Rank.TIMER, self._was_read, (entry, self.num_reads))
 
-    def _was_read(self, now_ns: int, entry: PooledAdapter) -> None:
-        self._on_read(now_ns, self._go_on(now_ns, self._pool.take(entry, _Weights(), entry.name)))
+    def _was_read(self, now_ns: int, read: tuple[PooledAdapter, int]) -> None:
+        entry, number = read
+        if number != self._given_up:
+            self._on_read(now_ns, self._go_on(now_ns, self._pool.take(entry, _Weights(), entry.name)))
+
+    def _give_up(self, entry: PooledAdapter) -> None:
+        self._given_up = self.num_reads
+        self._timeline.at(self._timeline.now_ns(), self._actor, Rank.TIMER, self._ends_early, entry)
+
+    def _ends_early(self, now_ns: int, entry: PooledAdapter) -> None:
+        del now_ns
+        self._pool.given_up(entry)

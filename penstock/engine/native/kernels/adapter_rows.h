@@ -142,6 +142,29 @@ struct Add {
   }
 };
 
+// What one adapter adds to rows that all have it, to sums that are still in registers.
+struct AddedHere {
+  const bf16 *inner[2], *b[2];  // of each half; `inner` of the first row, which the others' follow
+  int64_t rank;
+};
+
+// Whether rows [row, row + rows) have one adapter, with one rank in both halves of the panel.
+static inline bool find_added(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, AddedHere *out) {
+  const LinearAdded &all = piece->added;
+  if (!all.adapters || piece->job->x_type != PS_BF16) return false;
+  const int32_t *adapters = all.adapters + row;
+  if (adapters[0] < 0) return false;
+  for (int64_t r = 1; r < rows; r++)
+    if (adapters[r] != adapters[0]) return false;
+  const AddedHalf *halves = all.halves + (adapters[0] * all.most + panel - all.panel) * 2;
+  if (halves[0].rank != halves[1].rank) return false;
+  const bf16 *inner = (const bf16 *)all.inner + all.places[row] * kAdapterRanks;
+  *out = {{inner + halves[0].from, inner + halves[1].from},
+          {(const bf16 *)halves[0].b, (const bf16 *)halves[1].b},
+          halves[0].rank};
+  return true;
+}
+
 static inline bool alike(const AddedHalf *a, const AddedHalf *b) {
   return a[0].rank == b[0].rank && a[0].from == b[0].from && a[1].rank == b[1].rank && a[1].from == b[1].from;
 }

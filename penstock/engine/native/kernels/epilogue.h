@@ -54,9 +54,13 @@ static inline void finish_typed(const LinearPiece *piece, int64_t panel, int64_t
     finish_rows<float>(piece, panel, row, rows, sums);
 }
 
+static inline void finish_sums(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
+  finish_typed<float>(piece, panel, row, rows, {sums, zero(), zero(), nullptr});
+}
+
 static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
   if (piece->added.adapters) add_adapters(piece, panel, row, rows, sums);
-  finish_typed<float>(piece, panel, row, rows, {sums, zero(), zero(), nullptr});
+  finish_sums(piece, panel, row, rows, sums);
 }
 
 // At most 32 rows.

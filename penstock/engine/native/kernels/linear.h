@@ -31,11 +31,11 @@ constexpr int64_t kAheadRows = 8;
 // Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
 #ifdef __AVX512BF16__
 using Wide = bf16;
-constexpr bool kWideInputs = false;
+constexpr bool kWideInputs = false, kAddsHere = true;
 static inline PairInput spread(const bf16 *x) { return spread_pair(x); }
 #else
 using Wide = float;
-constexpr bool kWideInputs = true;
+constexpr bool kWideInputs = true, kAddsHere = false;
 static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
 #endif
 
@@ -66,15 +66,35 @@ class Wanted {
   int64_t left_ = 0, per_step_;
 };
 
+// The products of `inner` and B^T, in the order in which `add_adapters` has them.
+template <int R>
+static inline void add_here(const AddedHere &added, F16 (&acc)[R][2]) {
+  const bf16 *inner0 = added.inner[0], *inner1 = added.inner[1];
+  bool is_shared = inner0 == inner1;
+  for (int64_t j = 0; j < added.rank; j += 2) {
+    Pairs b0 = load_pairs(added.b[0] + j * 16), b1 = load_pairs(added.b[1] + j * 16);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      PairInput x = spread_pair(inner0 + r * kAdapterRanks + j);
+      acc[r][0] = dot(acc[r][0], b0, x);
+      acc[r][1] = dot(acc[r][1], b1, is_shared ? x : spread_pair(inner1 + r * kAdapterRanks + j));
+    }
+  }
+}
+
 // R rows by one panel of bf16 weights, or half of one, k in [k_first, k_last). Not inlined: the addresses of its caller
-// would push those of the rows out of their registers, inside of the innermost loop.
+// would push those of the rows out of their registers, inside of the innermost loop. Loops over the sums are written out:
+// else GCC has them in memory before and behind the innermost loop, as many loads and stores as eight steps of it take.
 #ifdef __AVX512F__
 template <int R>
 static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
-                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
+                                                int64_t k_last, float *sums, bool fresh, Wanted *wanted,
+                                                const AddedHere *added) {
   constexpr int H = 2;
   F16 acc[R][H];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
     for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
   for (int64_t k = k_first; k < k_last; k += 32) {
     wanted->step();
@@ -91,18 +111,24 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
     } else {
       for (int p = 0; p < 16; p++) {
         Pairs part[H];
+#pragma GCC unroll 2
         for (int h = 0; h < H; h++) {
           fetch_ahead(block + h * 512 + p * 32);
           part[h] = load_pairs(block + h * 512 + p * 32);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           PairInput x = spread(a + r * lda + k + 2 * p);
+#pragma GCC unroll 2
           for (int h = 0; h < H; h++) acc[r][h] = dot(acc[r][h], part[h], x);
         }
       }
     }
   }
+  if (kAddsHere && added) add_here<R>(*added, acc);
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 #else
@@ -146,7 +172,7 @@ static __attribute__((noinline)) void bf16_halves(const bf16 *w, const float *a,
 
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted) {
+                      bool fresh, Wanted *wanted, const AddedHere *) {
   for (int64_t k = k_first; k < k_last; k += kPieceInCache, fresh = false) {
     int64_t last = k_last - k < kPieceInCache ? k_last : k + kPieceInCache;
     for (int h = 0; h < 2; h++) bf16_halves<R, 1>(w + h * 512, a, lda, k, last, sums + h * 16, fresh, wanted);
@@ -311,15 +337,18 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
+  AddedHere added;
+  bool ends = piece->k_last == w->k_padded,
+       is_added = kAddsHere && w->type == PS_BF16 && ends && find_added(piece, panel, row, R, &added);
   if (w->type == PS_BF16)
     bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
-                 piece->k_first, piece->k_last, sums, fresh, wanted);
+                 piece->k_first, piece->k_last, sums, fresh, wanted, is_added ? &added : nullptr);
   else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const Byte *)piece->a + row * lda, lda);
-  if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
+  if (ends) is_added ? finish_sums(piece, panel, row, R, sums) : finish_block(piece, panel, row, R, sums);
 }
 
 // 64 values from x + i (zeros past k) as int8.
