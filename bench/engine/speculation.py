@@ -3,11 +3,11 @@
     python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR|HEAD_DIR] [--batch 1 32]
     [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--worth 1.2] [--calls] [--json FILE]
 
-Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
-both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
-would. The figure is the ratio on / off of each round: its median and its spread; beside it the same ratio
-by the processor time of both, prompts included, which a busy machine disturbs less. There are three kinds of
-prompts:
+Both engines hold the same model and answer the same prompts in turns of 50 ms, so that what else the machine
+does hits both; their answers must be the same, token by token. After each step its outputs are encoded as a
+worker would. The figure is the ratio on / off of each round: its median and its spread; beside it the same
+ratio by the processor time of both, which a busy machine disturbs less. With `--speculation off` neither
+speculates: the spread that is left is the bench's own. There are three kinds of prompts:
 
     copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
@@ -23,9 +23,11 @@ one request. A guess takes less than that: it is one pass, without an engine's s
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from penstock.types import RequestId, SamplingParams
 CLOCK = SystemClock()
 TEMPERATURES = {"copy": 0.0, "asked": 1.0, "fresh": 1.0}
 FRESH_TOKENS, COPY_TOKENS_MAX = 96, 200
+TURN_NS = 50_000_000
 QUESTIONS = (
     "Tell me a story",
     "What is Penstock?",
@@ -116,7 +119,7 @@ class Sampling:
 
 @dataclass
 class Answered:
-    """A closed batch, every prompt to its last token."""
+    """How a batch was answered."""
 
     tokens_per_s: float
     tokens_per_cpu_s: float
@@ -125,36 +128,72 @@ class Answered:
     accepted: int
 
 
-def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str) -> Answered:
-    """All prompts at once; the time counts from when all of them are computed."""
-    before = core.stats()
-    answers: dict[str, list[int]] = {}
-    for index, each in enumerate(prompts):
-        request_id = RequestId(f"{name}/{index}")
-        answers[request_id] = []
-        sampling = SamplingParams(
-            max_tokens=how.tokens, temperature=how.temperature, seed=index, stop_token_ids=how.stops
+class Answering:
+    """A closed batch, every prompt to its last token. Time counts from when all of them are computed."""
+
+    def __init__(self, core: EngineCore, prompts: list[list[int]], how: Sampling, name: str) -> None:
+        self._core, self._step, self._ns, self._cpu_s = core, 0, 0, 0.0
+        self._before = core.stats()
+        self._said: dict[str, list[int]] = {}
+        self._in_time: int | None = None
+        for index, each in enumerate(prompts):
+            request_id = RequestId(f"{name}/{index}")
+            self._said[request_id] = []
+            sampling = SamplingParams(
+                max_tokens=how.tokens, temperature=how.temperature, seed=index, stop_token_ids=how.stops
+            )
+            message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
+            core.submit(0, message, CLOCK.now_ns())
+
+    def run_for(self, for_ns: float) -> bool:
+        """Steps for so long; whether any are left."""
+        entered_ns = begun_ns = now_ns = CLOCK.now_ns()
+        begun_cpu_s = time.process_time()
+        while self._core.has_work and now_ns - entered_ns < for_ns:
+            for outputs in self._core.step().values():
+                self._step += 1
+                encode(StepOutput(self._step, tuple(outputs)))
+                for output in outputs:
+                    self._said[output.request_id].extend(output.token_ids)
+            now_ns = CLOCK.now_ns()
+            if self._in_time is None and all(self._said.values()):
+                self._in_time = sum(map(len, self._said.values()))
+                begun_ns, begun_cpu_s = now_ns, time.process_time()
+        if self._in_time is not None:
+            self._ns += now_ns - begun_ns
+            self._cpu_s += time.process_time() - begun_cpu_s
+        return self._core.has_work
+
+    def answered(self) -> Answered:
+        """After the last step."""
+        after, in_time = self._core.stats(), self._in_time
+        assert in_time is not None, "every prompt has an answer"
+        tokens = sum(map(len, self._said.values())) - in_time
+        return Answered(
+            tokens * NS_PER_S / self._ns,
+            tokens / self._cpu_s,
+            list(self._said.values()),
+            after.drafted_tokens - self._before.drafted_tokens,
+            after.accepted_tokens - self._before.accepted_tokens,
         )
-        message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
-        core.submit(0, message, CLOCK.now_ns())
-    step = first_ns = in_time = 0
-    begun_cpu_s = time.process_time()
-    while core.has_work:
-        for outputs in core.step().values():
-            step += 1
-            encode(StepOutput(step, tuple(outputs)))
-            for output in outputs:
-                answers[output.request_id].extend(output.token_ids)
-        if not first_ns and all(answers.values()):
-            first_ns, in_time = CLOCK.now_ns(), sum(map(len, answers.values()))
-    total, after = sum(map(len, answers.values())), core.stats()
-    return Answered(
-        (total - in_time) * NS_PER_S / (CLOCK.now_ns() - first_ns),
-        total / (time.process_time() - begun_cpu_s),
-        list(answers.values()),
-        after.drafted_tokens - before.drafted_tokens,
-        after.accepted_tokens - before.accepted_tokens,
-    )
+
+
+def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str) -> Answered:
+    """All prompts at once."""
+    batch = Answering(core, prompts, how, name)
+    batch.run_for(math.inf)
+    return batch.answered()
+
+
+def answer_in_turns(
+    cores: Sequence[EngineCore], prompts: list[list[int]], how: Sampling, name: str
+) -> list[Answered]:
+    """By several engines, for `TURN_NS` each in turns: what else the machine does hits all alike."""
+    batches = [Answering(core, prompts, how, name) for core in cores]
+    left = batches
+    while left:
+        left = [batch for batch in left if batch.run_for(TURN_NS)]
+    return [batch.answered() for batch in batches]
 
 
 @dataclass
@@ -190,12 +229,13 @@ def compare(
         rates: dict[bool, list[float]] = {True: [], False: []}
         cpu_rates: dict[bool, list[float]] = {True: [], False: []}
         for part, each in enumerate(batches):
-            reported: dict[bool, Answered] = {}
-            for speculates in ((True, False), (False, True))[(round_ + part) % 2]:
-                core = on if speculates else off
-                reported[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
-                rates[speculates].append(1 / reported[speculates].tokens_per_s)
-                cpu_rates[speculates].append(1 / reported[speculates].tokens_per_cpu_s)
+            order = ((True, False), (False, True))[(round_ + part) % 2]
+            cores = [on if speculates else off for speculates in order]
+            both = answer_in_turns(cores, each, how, f"{kind}/{batch}/{round_}/{part}")
+            reported = dict(zip(order, both, strict=True))
+            for speculates, report in reported.items():
+                rates[speculates].append(1 / report.tokens_per_s)
+                cpu_rates[speculates].append(1 / report.tokens_per_cpu_s)
             assert reported[True].answers == reported[False].answers, "the answers are not the same"
             if round_:
                 found.answered += sum(map(len, reported[True].answers))
@@ -268,7 +308,7 @@ def main() -> None:
         count_calls(off, on, prompts, args)
         return
     share: float | None = None
-    if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
+    if args.speculation not in ("off", "ngram") and not holds_head(Path(args.speculation)):
         draft = build(Path(args.speculation), "off", args)
         share = step_share(off, draft, prompts, args.rounds)
         print(f"a step of the draft model takes {share:.3f} of one of the target")

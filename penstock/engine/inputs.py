@@ -94,6 +94,8 @@ class RowTables:
         self.top_p = np.ones(max_running, np.float64)
         self.min_p = np.zeros(max_running, np.float32)
         self.seed = np.zeros(max_running, np.uint64)
+        self.match_min = np.zeros(max_running, np.int64)
+        """See `RowWork`; of rows that have drafts in this step."""
         self.logprobs: list[int | None] = [None] * max_running
         self._prompt_logprobs = [0] * max_running
         self._num_prompt = [0] * max_running
@@ -113,14 +115,18 @@ class RowTables:
         if proposer is None:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         proposer.begin(plan, fresh)
-        if not any(work.drafts for work in plan.work):
+        asked = [index for index, work in enumerate(plan.work) if work.drafts]
+        if not asked:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
-        limit = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
-        drafted, where = np.zeros_like(limit), np.flatnonzero(limit)
-        known = computed[where].astype(np.int64) + 1
-        drafted[where] = proposer.propose(rows[where], known, limit[where], self)
-        if not drafted.any():
+        work = [plan.work[index] for index in asked]
+        facts = np.array([(each.row, each.num_computed + 1, each.drafts) for each in work], np.int64)
+        its_rows, known, limit = np.ascontiguousarray(facts.T)
+        self.match_min[its_rows] = [each.match_min for each in work]
+        found = proposer.propose(its_rows, known, limit, self)
+        if not any(found.tolist()):
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+        drafted = np.zeros(len(rows), np.int64)
+        drafted[asked] = found
         num_tokens += drafted.astype(np.int32)
         return self._lay_out(rows, computed, num_tokens, samples, scores, fresh, drafted[samples])
 

@@ -16,21 +16,21 @@ docs/design/026-speculation.md says why it is done so, and not by rejection samp
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, int_list
 from penstock.engine.inputs import RowTables, StepInputs
 from penstock.engine.native.library import NativeLibrary, PsLookup
 from penstock.engine.sampler import results
 from penstock.schedule.plan import Drafting, Forced, Sampled, StepPlan
 
-MATCH_MIN, MATCH_MAX = 2, 16
-"""Tokens at the end of a row that must have been said before, at least; and where a longer run is no
-better."""
+MATCH_MAX = 16
+"""Of the tokens at the end of a row that have been said before: a longer run is no better."""
 
 Follows = Mapping[int, Forced | str]
 """By index: the tokens that a row's grammar forces behind the drawn one, or why the row failed."""
@@ -84,7 +84,8 @@ class ReadsStates(Proposer, Protocol):
 
 class PromptLookup:
     """Guesses that a row continues as it did where its last tokens stood before: in its prompt, or in its
-    answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last.
+    answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last. How
+    long it must be at least the plan says.
     """
 
     def __init__(self, native: NativeLibrary | None) -> None:
@@ -105,19 +106,19 @@ class PromptLookup:
         token_ids, found = tables.token_ids, np.zeros(len(rows), np.int64)
         if self._native is None:
             for i, (row, num_known, count) in enumerate(zip(rows, known, limit, strict=True)):
-                found[i] = _guess(token_ids[row], int(num_known), int(count))
+                found[i] = _guess(token_ids[row], int(num_known), int(count), int(tables.match_min[row]))
             return found
         self._native.lookup(
             PsLookup(
                 token_ids=token_ids.ctypes.data, rows=rows.ctypes.data, known=known.ctypes.data,
-                limit=limit.ctypes.data, found=found.ctypes.data, num_rows=len(rows),
-                ld_tokens=token_ids.shape[1], match_min=MATCH_MIN, match_max=MATCH_MAX,
+                limit=limit.ctypes.data, match_min=tables.match_min.ctypes.data, found=found.ctypes.data,
+                num_rows=len(rows), ld_tokens=token_ids.shape[1], match_max=MATCH_MAX,
             )
         )  # fmt: skip
         return found
 
 
-def _guess(token_ids: Int32Array, num_known: int, limit: int) -> int:
+def _guess(token_ids: Int32Array, num_known: int, limit: int, match_min: int) -> int:
     """Write guesses behind the known tokens of one row; how many."""
     known = token_ids[:num_known]
     ends = np.flatnonzero(known[:-1] == known[-1])  # Of runs that may be repeated: of one token so far.
@@ -131,7 +132,7 @@ def _guess(token_ids: Int32Array, num_known: int, limit: int) -> int:
             break
         lengths[growing] = length + 1
     longest = int(lengths.max())
-    if longest < MATCH_MIN:
+    if longest < match_min:
         return 0
     first = int(ends[np.flatnonzero(lengths == longest)[-1]]) + 1
     for i in range(limit):  # One by one: where the run continues into the guesses, it is a period.
@@ -150,43 +151,57 @@ def verified(
     """Draw at all samples of a step with drafts, and keep what was drawn up to the first wrong draft of each
     row, and the token in its place.
     """
-    rows, positions = inputs.sample_rows, inputs.sample_positions
-    counts = drafted + 1
-    starts = np.cumsum(counts) - counts
-    last = starts + drafted
-    drafts = tables.token_ids[rows, positions].astype(np.int64)
-    drawn, follows = np.full(len(rows), -1, np.int64), dict[int, Forced | str]()
-    with_drafts: list[int] = np.flatnonzero(drafted).tolist()
-    singly: dict[int, int] = {
-        int(starts[i]): int(last[i]) for i in with_drafts if has_grammar(int(rows[starts[i]]))
+    rows, positions, counts = inputs.sample_rows, inputs.sample_positions, int_list(as_tensor(drafted))
+    # Lists: there are some dozen tokens, for which an operation on arrays costs more than a loop.
+    drafts: list[int] = tables.token_ids[rows, positions].tolist()
+    firsts = list(accumulate([1 + count for count in counts], initial=0))[:-1]
+    singly = {
+        first: first + count
+        for first, count in zip(firsts, counts, strict=True)
+        if count and has_grammar(int(rows[first]))
     }
+    if singly:
+        drawn, follows = _draw_singly(logits, inputs, drafts, singly, draw)
+    else:
+        token_ids, follows = draw(logits, rows, positions)
+        drawn = int_list(token_ids)
+    kept, ends = list[int](), list[int]()
+    for first, count in zip(firsts, counts, strict=True):
+        at = first
+        while at < first + count and drawn[at] == drafts[at] and at not in follows:
+            at += 1
+        kept += range(first, at + 1)
+        ends.append(len(kept))
+    where = np.array(kept)
+    tells = any(tables.logprobs[row] is not None for row in rows[where].tolist())
+    reported = results(
+        logits[as_tensor(where)] if tells else logits,
+        as_tensor(np.array([drawn[at] for at in kept])),
+        rows[where],
+        tables.logprobs,
+        {kept.index(at): what for at, what in follows.items() if at in kept},
+    )
+    return _by_row(reported, ends, counts)
+
+
+def _draw_singly(
+    logits: Tensor, inputs: StepInputs, drafts: list[int], singly: dict[int, int], draw: Draw
+) -> tuple[list[int], Follows]:
+    """The tokens at all samples; those from the places in `singly` to the ones that it names are drawn one
+    after the other, as far as drafts are right: what may follow in a row with a grammar depends on them.
+    """
+    rows, positions = inputs.sample_rows, inputs.sample_positions
+    drawn, follows = np.full(len(rows), -1, np.int64), dict[int, Forced | str]()
     now = _without(np.arange(len(rows)), singly)
     while len(now):
         where = as_tensor(now)
         found, later = draw(logits if len(now) == len(rows) else logits[where], rows[now], positions[now])
         drawn[now] = found.numpy()
         follows.update({int(now[index]): what for index, what in later.items()})
-        # The tokens that may follow in a row with a grammar depend on this one.
         right = [at for at in singly if drawn[at] == drafts[at] and at not in follows]
         singly = {at + 1: singly[at] for at in right if at < singly[at]}
         now = np.fromiter(singly, np.int64, len(singly))
-    wrong = drawn != drafts
-    wrong[last] = True  # Behind the last draft there is none.
-    wrong[np.fromiter(follows, np.int64, len(follows))] = True
-    ends = np.flatnonzero(wrong)
-    num_right = ends[np.searchsorted(ends, starts)] - starts
-    of_row, offsets = token_rows((num_right + 1).astype(np.int32))
-    kept = starts[of_row] + offsets
-    tells = any(tables.logprobs[row] is not None for row in rows[starts].tolist())
-    place = {int(at): i for i, at in enumerate(kept)}
-    reported = results(
-        logits[as_tensor(kept)] if tells else logits,
-        as_tensor(drawn[kept]),
-        rows[kept],
-        tables.logprobs,
-        {place[at]: what for at, what in follows.items()},
-    )
-    return _by_row(reported, num_right, drafted)
+    return drawn.tolist(), follows
 
 
 def _without(index: Int64Array, singly: Mapping[int, int]) -> Int64Array:
@@ -197,13 +212,12 @@ def _without(index: Int64Array, singly: Mapping[int, int]) -> Int64Array:
     return index[~is_later]
 
 
-def _by_row(reported: tuple[Sampled, ...], num_right: Int64Array, drafted: Int64Array) -> tuple[Sampled, ...]:
-    """One for each row, with what follows it inside."""
+def _by_row(reported: tuple[Sampled, ...], ends: Sequence[int], counts: Sequence[int]) -> tuple[Sampled, ...]:
+    """One for each row, with what follows it inside: each row's end, and how many drafts it had."""
     found: list[Sampled] = []
     first = 0
-    for right, count in zip(num_right.tolist(), drafted.tolist(), strict=True):
-        one, end = reported[first], first + 1 + right
+    for end, count in zip(ends, counts, strict=True):
+        one = reported[first]
         found.append(replace(one, follows=reported[first + 1 : end], drafted=count) if count else one)
         first = end
-    assert first == len(reported), "every token is some row's"
     return tuple(found)

@@ -66,6 +66,9 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
     drafts: int = 0
     """Of a row that decodes: at most so many guesses of the tokens that follow may be computed behind its
     one, to be kept as far as they are what is drawn. Its blocks have room for them."""
+    match_min: int = 0
+    """Where the text itself is what is guessed from: so many of the row's last tokens must have stood before
+    at least."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

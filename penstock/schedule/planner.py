@@ -7,7 +7,7 @@ from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import AdmissionReserve, KVQuota, RowShare, VictimChoice
-from penstock.schedule.speculation import Speculation
+from penstock.schedule.speculation import MATCHES, Speculation
 from penstock.schedule.step import StepBuilder
 from penstock.types import BLOCK_TOKENS, RequestId
 
@@ -257,12 +257,15 @@ class Planner:
                     request.count_blocks(step.planned_ns, len(request.table.blocks))
                 end = min(end, len(request.table.blocks) * BLOCK_TOKENS)
             if (num_drafts := end - request.num_planned - 1) > 0:
-                step.add_drafts(index, num_drafts, blocks)
+                step.add_drafts(index, num_drafts, MATCHES[request.draft_level], blocks)
 
     def learn_drafts(self, request: Request, num_drafted: int, num_right: int) -> None:
-        """Of so many drafts of the request, the first so many were right."""
+        """Of so many drafts of the request, the first so many were right; 0: there was no guess."""
         assert self.speculation is not None, "drafts come from the planner"
-        self.speculation.learn(request, num_drafted, num_right)
+        if num_drafted:
+            self.speculation.learn(request, num_drafted, num_right)
+        else:
+            self.speculation.missed(request)
 
     def _open_prompts(self, step: StepBuilder, prompts: list[Request]) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""

@@ -30,6 +30,7 @@ from math import inf, sqrt
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TPOT_TARGET_MS
+from penstock.schedule.draft_times import DraftTimes
 from penstock.schedule.plan import Drafting, StepPlan
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
@@ -119,13 +120,17 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = ("_last_ns", "drafter_reads", "drafting", "model", "overrun", "sums", "targets")
+    __slots__ = (
+        "_last_ns", "draft_times", "drafter_reads", "drafting", "model", "overrun", "sums", "targets",
+    )  # fmt: skip
 
     def __init__(self, targets: LatencyTargets) -> None:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
         self.drafting = StepTimeModel()
         """Of the passes of a model that guesses; nothing is observed where there is none."""
         self.drafter_reads = True
+        self.draft_times: DraftTimes | None = None
+        """Of steps with drafts; None: there are none."""
         self.sums = StepSums()
         """Of all steps, for who compares engines."""
         self._last_ns = 0
@@ -144,10 +149,22 @@ class PrefillBudget:
             self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
+        if self.draft_times is not None and not has_chunk and step_ns > 0 < self.model.num_observed:
+            self._observe_drafts(self.draft_times, plan, load, step_ns)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
+
+    def _observe_drafts(self, times: DraftTimes, plan: StepPlan, load: StepLoad, step_ns: int) -> None:
+        """Of a step in which all rows decode."""
+        num_rows = len(plan.work)
+        if num_drafts := load.num_sequences - num_rows:
+            cost, plain_ns = self.model.cost, self.model.predict_ns(StepLoad.of(plan.work)) or float(step_ns)
+            each = (cost.token_ns + cost.sequence_ns + cost.kv_read_ns) / plain_ns
+            times.observe(num_rows, num_drafts, step_ns, each)
+        else:
+            times.observe_plain(num_rows, step_ns)
 
     def observe_decoding(self, load: StepLoad, began_ns: int, now_ns: int) -> None:
         """`observe` for a step that only decoded, right after the one before."""

@@ -121,6 +121,10 @@ class Request:
     """So many of its first tokens a model that guesses had when it last did."""
     draft_idle: int = 0
     """Steps since it had a draft."""
+    draft_level: int = 0
+    """How much of its text must have stood before, for a guess from that (`MATCHES`)."""
+    draft_rest: int = 0
+    """Steps in which no guess is looked for, since there was none."""
     num_charged: int = 0
     """Generated tokens that were counted against its tenant's share."""
     kv_block_ns: int = 0

@@ -34,6 +34,7 @@ from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch, BatchLimits, Counters, SchedulerStatistics, StepCap
+from penstock.schedule.draft_times import DraftTimes
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
@@ -77,6 +78,7 @@ class Scheduler:
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
         if draft_worth is not None:
+            self._prefill.draft_times = DraftTimes()
             self._planner.speculation = Speculation(
                 self._prefill, draft_worth, self._planner.reserve.estimate
             )
@@ -377,8 +379,8 @@ class Scheduler:
         assert counted, f"{request.request_id}: drafts behind a token that does not count"
         request.num_speculated = 0
         request.num_steps += 1
+        self._planner.learn_drafts(request, draw.drafted, len(draw.follows))
         if draw.drafted:
-            self._planner.learn_drafts(request, draw.drafted, len(draw.follows))
             request.num_drafted += draw.drafted
             self._counters.drafted_tokens += draw.drafted
         reported: RequestOutput | None = None

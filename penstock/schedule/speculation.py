@@ -10,6 +10,11 @@ free; in a full batch every draft takes the time of a row's token, so that none 
 guesses are nearly always right. This is the rule of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for each
 row.
 
+Where the text itself is what is guessed from, the first draft of a step costs more than any further one
+(`draft_times.py`): all drafts of a row together must pay for that too. Guesses are right more often the more
+of the row's last tokens stood before (`MATCHES`): where they do not pay behind few tokens, only those behind
+more are taken. Where there was none, the next is looked for some steps later: a copy lasts.
+
 Where a model guesses, its passes take time too: by a law of its own, fitted to what its passes took. It has
 read nothing of a request before that has its first drafts, and lacks what was said since the last: that work
 is spread over the drafts that are likely to be right until the answer ends, which is expected by how long
@@ -33,6 +38,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Protocol
 
+from penstock.schedule.draft_times import DraftTimes
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.step_time import StepLoad, StepTimeModel, chunk_pairs
@@ -56,6 +62,9 @@ ACCOUNT_STEPS_MAX = 16
 """Gains count for no more than so many steps' time: another load may come."""
 REST_STEPS = 8
 """After a look at a batch in which no draft paid, the next one comes so many steps later."""
+_MATCH_WEIGHT, _FORGET_MATCHES = 4.0, 0.99
+"""Of the record of a level with all requests: as many drafts it counts in a new one's, and the part that
+remains per step of a row with drafts."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
 """Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
 step."""
@@ -64,6 +73,12 @@ KNOWN_STEPS = 8
 passes take longer than any later. Of a larger batch the first rows do, once a pass has run: no law is learned
 without passes."""
 CAUTIOUS = 3
+MATCHES, MATCHES_EXPECTED = (2, 4, 8), (0.5, 0.6, 0.8)
+"""Of a row's last tokens, so many must have stood before: of these the fewest after which guesses pay; and
+`EXPECTED` behind each."""
+MISSED_STEPS = (2, 4, 8)
+"""After a look that found nothing, the next comes so many steps later: by `MATCHES`, and all such steps that
+are left may be lost of a copy."""
 PROBE_STEPS = 64
 """A row without drafts for so many steps, times the rows of the batch, has one, to see how its text
 continues: so trials are as rare in a full batch as alone."""
@@ -79,6 +94,8 @@ class Laws(Protocol):
     model: StepTimeModel
     drafting: StepTimeModel
     """Of the passes of a model that guesses."""
+    draft_times: DraftTimes | None
+    """Of steps with drafts; None: not known."""
     drafter_reads: bool
     """Whether it reads what was said before only when a request is to have drafts."""
 
@@ -87,8 +104,8 @@ class Speculation:
     """One engine's."""
 
     __slots__ = (
-        "_account_ns", "_draft_ns", "_drafting", "_ends_at", "_estimate", "_hits", "_laws", "_model",
-        "_saved_ns", "_since", "_tries", "_worth",
+        "_account_ns", "_draft_ns", "_drafting", "_ends_at", "_estimate", "_hits", "_laws", "_matches",
+        "_model", "_rest_steps", "_saved_ns", "_since", "_tries", "_worth",
     )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
@@ -100,23 +117,35 @@ class Speculation:
         self._hits = self._tries = 0.0  # As of one request, but of all.
         self._account_ns = 0.0  # Gained by drafts, less what was spent for them and for reading.
         self._draft_ns = self._saved_ns = 0.0  # Of a draft, and by a right one, in the last step with any.
-        self._since = 0  # Steps since the last look.
+        self._matches = [(0.0, 0.0)] * len(MATCHES)  # Of all requests: hits and tries behind each.
+        self._since, self._rest_steps = 0, REST_STEPS  # Steps since the last look, and to the next.
         self._ends_at = math.inf  # No look is needed while more rows decode; infinite: one is.
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
         learn(request, num_drafted, num_right)
+        hits, tries = self._matches[request.draft_level]
+        self._matches[request.draft_level] = (
+            _FORGET_MATCHES * hits + num_right,
+            _FORGET_MATCHES * tries + min(num_right + 1, num_drafted),
+        )
         self._ends_at = math.inf
         self._account_ns += num_right * self._saved_ns - num_drafted * self._draft_ns
         self._hits += num_right
         self._tries += min(num_right + 1, num_drafted)
+
+    def missed(self, request: Request) -> None:
+        """There was no guess for it, though some were wanted."""
+        assert request.draft_level < len(MATCHES), request.draft_level
+        request.draft_rest = MISSED_STEPS[request.draft_level]
+        request.draft_idle += request.draft_rest
 
     def rests(self, num_rows: int) -> bool:
         """Whether nothing need be chosen for the next step, in which so many rows decode: O(1), since it is
         asked in every step.
         """
         self._since += 1
-        return self._since < REST_STEPS and num_rows > self._ends_at
+        return self._since < self._rest_steps and num_rows > self._ends_at
 
     def choose(self, rows: Sequence[Request], load: StepLoad, room: int) -> list[tuple[int, int]]:
         """(place in `rows`, how many drafts) of those that get any; `load` is the step's without them, and
@@ -128,6 +157,7 @@ class Speculation:
         found = self._looked(rows, load, min(room, STEP_DRAFTS_MAX), num_steps, is_known=is_known)
         rests = is_known and self._worth and rows and not found
         self._since, self._ends_at = 0, len(rows) * 7 / 8 if rests else math.inf
+        self._rest_steps = min([request.draft_rest for request in rows if request.draft_rest] or [REST_STEPS])
         return found
 
     def _looked(
@@ -138,34 +168,79 @@ class Speculation:
         prior, weight = self._prior(num_steps)
         if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
             return []
-        asked = [
-            (_hit_rate(request, prior, weight), index, request)
-            for index, request in enumerate(rows)
-            if _may(request)
-        ]
+        asked = [(index, request) for index, request in enumerate(rows) if _may(request)]
         if self._worth and not is_known:
             few = asked[:CAUTIOUS] if num_passes or len(rows) <= CAUTIOUS else []
-            return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
-        asked.sort(key=itemgetter(0), reverse=True)
+            return _within(room, [(index, min(CAUTIOUS, _limit(request))) for index, request in few])
         if num_passes:
-            return self._choose_passes(asked, load, room, num_steps) if asked else []
-        cost = self._model.cost
-        draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
-        step_ns, tokens = self._model.predict_ns(load), float(len(rows))
+            rated = [(_hit_rate(request, prior, weight), index, request) for index, request in asked]
+            rated.sort(key=itemgetter(0), reverse=True)
+            return self._choose_passes(rated, load, room, num_steps) if rated else []
+        rated = [(self._match_rate(request, request.draft_level), index, request) for index, request in asked]
+        rated.sort(key=itemgetter(0), reverse=True)
+        return self._choose_lookups(rated, load, room, num_steps)
+
+    def _choose_lookups(
+        self, asked: _Asked, load: StepLoad, room: int, num_steps: int
+    ) -> list[tuple[int, int]]:
+        """`choose` where guesses cost nothing: row by row, each of which pays for its part of what the first
+        draft of a step costs.
+        """
+        first, each = self._prices(load)
+        part, tokens = max(first - each, 0.0) / max(load.num_sequences, 1), load.num_sequences + 0.0
+        time = 1.0
         chosen: list[tuple[int, int]] = []
-        for rate, index, request in asked:
-            count, gain, limit = 0, rate, min(_limit(request), room)
-            each_ns = draft_ns + cost.pair_ns * request.num_planned
-            while count < limit and gain * step_ns >= self._worth * each_ns * tokens:
-                step_ns, tokens, count = step_ns + each_ns, tokens + gain, count + 1
-                gain *= rate
-            if not count and limit:
+        for _, index, request in asked:
+            if (limit := min(_limit(request), room)) <= 0:
+                continue
+            if request.draft_rest > num_steps:
+                request.draft_rest -= num_steps
+                continue
+            request.draft_rest = 0
+            value = self._worth * tokens / time
+            level, count, gained = self._best(request, limit, value * part, value * each)
+            if not count:
                 request.draft_idle += num_steps
-                count = int(request.draft_idle >= PROBE_STEPS * len(rows))
+            if request.draft_idle >= PROBE_STEPS * load.num_sequences:
+                level, count, gained = 0, 1, 0.0
+            time, tokens = time + each * count, tokens + gained
             if count:
+                if level != request.draft_level:
+                    _begin_again(request, level)
                 chosen.append((index, count))
                 room -= count
         return chosen
+
+    def _prices(self, load: StepLoad) -> tuple[float, float]:
+        """The shares of a step's time that the first draft adds to it, and each further one."""
+        cost, step_ns, times = self._model.cost, self._model.predict_ns(load), self._laws.draft_times
+        if not step_ns:
+            return 0.0, 0.0
+        each = (cost.token_ns + cost.sequence_ns + cost.kv_read_ns) / step_ns
+        return (each, each) if times is None else times.of(load.num_sequences, each)
+
+    def _best(self, request: Request, limit: int, first: float, each: float) -> tuple[int, int, float]:
+        """(the lowest level at which guesses pay, how many, the tokens that they are expected to give), if
+        the first costs `first` tokens more than a further one, which costs `each`; (0, 0, 0) if none does.
+        """
+        for level in range(request.draft_level, len(MATCHES)):
+            rate, count, gained = self._match_rate(request, level), 0, 0.0
+            gain = rate
+            while count < limit and gain >= each:
+                count, gained, gain = count + 1, gained + gain, gain * rate
+            if count and gained >= first + each * count:
+                return level, count, gained
+        return 0, 0, 0.0
+
+    def _match_rate(self, request: Request, level: int) -> float:
+        """The share of guesses at a level that are right: as of all requests, until the request has a record
+        of its own.
+        """
+        hits, tries = self._matches[level]
+        expected = MATCHES_EXPECTED[level]
+        # After copies that never ended the next text is still anybody's guess.
+        prior = min((hits + expected * EXPECTED_WEIGHT) / (tries + EXPECTED_WEIGHT), expected)
+        return _hit_rate(request, prior, _MATCH_WEIGHT) if level == request.draft_level else prior
 
     def _may_pay(self, rows: Sequence[Request], load: StepLoad, prior: float, weight: float) -> bool:
         """Whether a first draft pays for the row that is right most often, if that has nothing to be read
@@ -238,8 +313,6 @@ class Speculation:
         """The expected share of a new request's guesses that is right, and as how many drafts that counts; so
         many steps are forgotten.
         """
-        if not self._drafting.num_observed:
-            return EXPECTED, EXPECTED_WEIGHT
         left = _FORGET**num_steps
         self._hits, self._tries = self._hits * left, self._tries * left
         hits = self._hits + EXPECTED * EXPECTED_WEIGHT
@@ -274,6 +347,11 @@ def _may(request: Request) -> bool:
     if request.num_drawing and request.grammar is not None:
         return False
     return request.first_token_ns is not None or request.num_resumed > 0
+
+
+def _begin_again(request: Request, level: int) -> None:
+    """With a record of its own at another level."""
+    request.draft_level, request.draft_hits, request.draft_tries = level, 0.0, 0.0
 
 
 def _limit(request: Request) -> int:

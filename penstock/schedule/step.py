@@ -287,7 +287,7 @@ class StepBuilder:
         """The rows that decode."""
         return self._requests[: self._num_decoding]
 
-    def add_drafts(self, index: int, num_drafts: int, blocks: tuple[int, ...]) -> None:
+    def add_drafts(self, index: int, num_drafts: int, match_min: int, blocks: tuple[int, ...]) -> None:
         """Let the row at this place of `decoding` have drafts, after adding `blocks` to its table. No row is
         dropped any more.
         """
@@ -297,7 +297,9 @@ class StepBuilder:
         self.budget -= num_drafts
         self.scored_budget -= num_drafts  # Each is a row of logits.
         assert self.budget >= 0 <= self.scored_budget, "more drafts than the step has room for"
-        self._work[index] = replace(work, drafts=num_drafts, new_blocks=work.new_blocks + blocks)
+        self._work[index] = replace(
+            work, drafts=num_drafts, match_min=match_min, new_blocks=work.new_blocks + blocks
+        )
         self._num_drafts += num_drafts
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:

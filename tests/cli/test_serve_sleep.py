@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -44,11 +45,14 @@ class Place:
     ) -> None:
         keys = place / "keys.json"
         self.one, self.two, self.old = (add(keys, tenant=tenant).key for tenant in ("one", "two", "old"))
+        self.tide = place / "tide"
+        shutil.copytree(MODELS["tide"], self.tide)
+        paths = MODELS | {"tide": self.tide}
         models = "".join(
             f"- {{path: {path}, name: {'river' if versions else name}, {weir if name == 'weir' else ''}"
             f" version: {len(MODELS) - i if versions else 0},"
             f" engine: {{{ENGINE}, kv_memory_bytes: {kv_bytes}}}}}\n"
-            for i, (name, path) in enumerate(MODELS.items())
+            for i, (name, path) in enumerate(paths.items())
         )
         (place / "config.yaml").write_text(
             f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
@@ -168,6 +172,19 @@ def test_no_answer_is_cut(place: Place) -> None:
     refused = place.order("sleep", "tide")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_busy")
     assert stream.ended() == "length"
+
+
+def test_one_that_is_damaged_asleep_harms_nobody_else(place: Place) -> None:
+    assert place.order("sleep", "tide").status_code == 200
+    weights = place.tide / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(openai.InternalServerError, match=r"The model 'tide' cannot be woken\.$"):
+        place.ask(place.one, "tide")
+    place.server.wait_said("tide/model.safetensors: not a whole safetensors file")
+    assert place.ask(place.two, "weir")
+    weights.write_bytes(whole)
+    assert place.ask(place.one, "tide")
 
 
 def test_one_that_dies_asleep_is_started_asleep(place: Place) -> None:

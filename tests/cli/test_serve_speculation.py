@@ -23,7 +23,7 @@ TRIES = 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One model with drafts, one without, and one with another model's."""
+    """One model with drafts, one without, and one with another model's, behind two gateway processes."""
     place = tmp_path_factory.mktemp("speculation")
     engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, speculation"
     models = ", ".join(
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     (place / "config.yaml").write_text(
         f"models: [{models}]\nledger: {{directory: {place / 'ledger'}}}\n"
-        "server: {port: 0, trust_local: true}\n"
+        "server: {port: 0, processes: 2, trust_local: true}\n"
     )
     made = Server(place, "-c", str(place / "config.yaml"))
     made.wait_ready()

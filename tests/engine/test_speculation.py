@@ -30,9 +30,10 @@ def native() -> NativeLibrary | None:
         return None
 
 
-def guessed(tokens: list[int], limit: int, kernels: NativeLibrary | None) -> list[int]:
+def guessed(tokens: list[int], limit: int, kernels: NativeLibrary | None, match_min: int = 2) -> list[int]:
     tables = RowTables(max_running=2, max_model_len=len(tokens) + limit)
     tables.token_ids[1, : len(tokens)] = tokens
+    tables.match_min[1] = match_min
     tables.token_ids[1, len(tokens) :] = -1
     known, wanted = np.array([len(tokens)]), np.array([limit])
     (found,) = PromptLookup(kernels).propose(np.array([1]), known, wanted, tables)
@@ -73,6 +74,13 @@ def test_the_native_lookup_finds_what_its_twin_finds() -> None:
             if random.randrange(2):
                 tokens += tokens[: random.randrange(2 * MATCH_MAX)]
             assert guessed(tokens, 8, kernels) == guessed(tokens, 8, None), tokens
+            assert guessed(tokens, 8, kernels, 4) == guessed(tokens, 8, None, 4), tokens
+
+
+@pytest.mark.parametrize("kernels", [None, native()])
+def test_no_guess_follows_a_shorter_match_than_is_asked_for(kernels: NativeLibrary | None) -> None:
+    tokens = [1, 2, 3, 4, 5, 9, 2, 3, 4, 5]
+    assert [guessed(tokens, 2, kernels, least) for least in (2, 4, 5, 8)] == [[9, 2], [9, 2], [], []]
 
 
 class Verified:

@@ -7,12 +7,14 @@ import pytest
 from scheduled_engine import ScheduledEngine
 
 from penstock.config.engine_settings import EngineSettings
+from penstock.schedule.draft_times import DraftTimes
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.speculation import (
     CAUTIOUS,
     KNOWN_STEPS,
+    MISSED_STEPS,
     PROBE_STEPS,
     REST_STEPS,
     ROW_DRAFTS_MAX,
@@ -91,7 +93,7 @@ def test_who_has_not_begun_to_answer_has_none() -> None:
 
 
 def test_a_row_without_drafts_has_one_now_and_then() -> None:
-    model = law(fixed_ns=1_000_000, token_ns=1_000_000)
+    model = law(fixed_ns=1_000_000, token_ns=2_000_000)
     for num_rows in (2, 8):
         rows = [row(0, 20) for _ in range(num_rows)]
         found = [chosen(model, rows) for _ in range(num_rows * PROBE_STEPS)]
@@ -325,3 +327,80 @@ def test_a_batch_that_rests_is_looked_at_when_a_draft_of_it_was_right_or_wrong()
     assert speculation.rests(4)
     speculation.learn(rows[0], 2, 1)
     assert not speculation.rests(4)
+
+
+def asked_of(rows: list[Request], first: float) -> Speculation:
+    """Guesses from the text itself, on a machine where a step's first draft takes so much of its time."""
+    laws = PrefillBudget(LatencyTargets())
+    laws.model, laws.draft_times = law(fixed_ns=10_000_000, token_ns=300_000), DraftTimes()
+    for num_drafts in (1, 2, 4, 8) * 100:
+        laws.draft_times.observe_plain(len(rows), 10_000_000)
+        took = 1 + first + 0.03 * (num_drafts - 1)
+        laws.draft_times.observe(len(rows), num_drafts, round(10_000_000 * took), 0.03)
+    return Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
+
+
+def looked(speculation: Speculation, rows: list[Request]) -> dict[int, int]:
+    return dict(speculation.choose(rows, StepLoad(len(rows), len(rows), 50 * len(rows)), 500))
+
+
+def test_the_first_draft_of_a_step_must_pay_for_its_jump() -> None:
+    """The same row: none where a step with drafts takes half as long again, some where it does not."""
+    for first, pays in ((0.05, True), (0.9, False)):
+        seldom = row(0, 6)
+        speculation = asked_of([seldom], first)
+        for _ in range(40):
+            speculation.learn(row(0, 0), 4, 1)
+            speculation.learn(level(1), 4, 1)
+            speculation.learn(level(2), 4, 1)
+        assert bool(looked(speculation, [seldom])) is pays
+    often = row(30, 0)
+    assert looked(asked_of([often], 0.9), [often])[0] > 8
+
+
+def level(which: int) -> Request:
+    made = row(0, 0)
+    made.draft_level = which
+    return made
+
+
+def test_where_short_matches_are_wrong_longer_ones_are_waited_for() -> None:
+    """And a new request begins with what others were right behind."""
+    asked = row(0, 0)
+    speculation = asked_of([asked], 0.35)
+    assert looked(speculation, [asked])
+    assert asked.draft_level == 0
+    for _ in range(12):
+        speculation.learn(asked, 3, 0)
+    assert looked(speculation, [asked])
+    assert asked.draft_level > 0
+    fresh = row(0, 0)
+    assert looked(speculation, [fresh])
+    assert fresh.draft_level > 0
+
+
+def test_a_row_for_which_nothing_was_found_is_asked_again_some_steps_later() -> None:
+    for which, steps in enumerate(MISSED_STEPS):
+        asked = level(which)
+        speculation = asked_of([asked], 0.1)
+        assert looked(speculation, [asked])
+        speculation.missed(asked)
+        waited = 1
+        while speculation.rests(1) or not looked(speculation, [asked]):
+            waited += 1
+        assert waited == steps
+
+
+def test_all_levels_are_tried_again_after_a_while() -> None:
+    """A row that waits for long matches, of which none comes."""
+    asked = row(0, 0)
+    speculation = asked_of([asked], 0.35)
+    for _ in range(12):
+        speculation.learn(asked, 3, 0)
+    levels: list[int] = []
+    for _ in range(4 * PROBE_STEPS):
+        if not speculation.rests(1) and looked(speculation, [asked]):
+            levels.append(asked.draft_level)
+            speculation.missed(asked)
+    assert levels[0] > 0
+    assert 0 in levels

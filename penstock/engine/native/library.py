@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 16
+ABI_VERSION = 17
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -199,7 +199,7 @@ class PsLookup(Structure):
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("limit", c_void_p),
-        ("found", c_void_p), ("num_rows", c_int64), ("ld_tokens", c_int64), ("match_min", c_int64),
+        ("match_min", c_void_p), ("found", c_void_p), ("num_rows", c_int64), ("ld_tokens", c_int64),
         ("match_max", c_int64),
     ]  # fmt: skip
 

@@ -352,6 +352,8 @@ class WakeCalls:
             await sleeper.wake(route)
         except PenstockError as error:
             self._log.warning("a model cannot be woken", model=route, error=error)
+            if type(error) is WorkerUnavailable:  # Its reason may name this machine's files: for the log.
+                error = WorkerUnavailable(f"The model '{route[:64]}' cannot be woken.")
             self._refuse(route, error)
 
     def _refuse(self, route: str, error: PenstockError) -> None:

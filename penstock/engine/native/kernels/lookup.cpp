@@ -17,7 +17,7 @@ int64_t common(const int32_t *tokens, int64_t end, int64_t last, int64_t most) {
 void lookup(const PsLookup *job) {
   for (int64_t i = 0; i < job->num_rows; i++) {
     int32_t *tokens = job->token_ids + job->rows[i] * job->ld_tokens;
-    int64_t known = job->known[i], last = known - 1, longest = job->match_min - 1, first = 0;
+    int64_t known = job->known[i], last = known - 1, longest = job->match_min[job->rows[i]] - 1, first = 0;
     for (int64_t end = last - 1; end >= 0 && longest < job->match_max; end--) {
       if (tokens[end] != tokens[last]) continue;
       int64_t length = common(tokens, end, last, job->match_max);

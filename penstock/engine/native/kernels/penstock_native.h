@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 16
+#define PS_ABI_VERSION 17
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -201,8 +201,9 @@ struct PsLookup {
   const int64_t *rows;   // [num_rows] rows of `token_ids`, each once
   const int64_t *known;  // [num_rows] tokens that are known, at least 1
   const int64_t *most;   // [num_rows] guesses that are wanted, and fit behind them
+  const int64_t *match_min;  // by row of `token_ids`: so many of its last tokens must have stood before
   int64_t *found;        // [num_rows] out: how many there are
-  int64_t num_rows, ld_tokens, match_min, match_max;
+  int64_t num_rows, ld_tokens, match_max;
 };
 
 // Guesses how rows go on with a model of its own; see engine/draft_model.py. Rows that want the most come first.
