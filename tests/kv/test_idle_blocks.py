@@ -14,7 +14,7 @@ STEPS = st.tuples(st.sampled_from(("append", "remove", "take", "put_first")), st
 
 @given(st.lists(STEPS, max_size=40))
 def test_it_keeps_the_order_of_an_ordered_dict(steps: list[tuple[str, int]]) -> None:
-    idle, plain = IdleBlocks(range(NUM_BLOCKS)), OrderedDict[int, None]()
+    idle, plain = IdleBlocks(NUM_BLOCKS), OrderedDict[int, None]()
     for what, block in steps:
         if what == "take":
             count = min(block, len(plain))
@@ -35,7 +35,7 @@ def test_it_keeps_the_order_of_an_ordered_dict(steps: list[tuple[str, int]]) -> 
 
 
 def test_what_is_idle_is_not_put_there_again_and_what_is_not_is_not_taken_out() -> None:
-    idle = IdleBlocks(range(4))
+    idle = IdleBlocks(4)
     idle.append((2, 1))
     for wrong in (lambda: idle.append((1,)), lambda: idle.remove(3), lambda: idle.take(3)):
         with pytest.raises(AssertionError):

@@ -51,8 +51,10 @@ class PoolStatistics(msgspec.Struct, frozen=True, gc=False):
 
 @lru_cache(maxsize=8)
 def _numbers(num_blocks: int) -> tuple[int, ...]:
-    """The numbers of blocks, as objects that all pools of a process share: simulations have a thousand."""
-    return tuple(range(num_blocks))
+    """The numbers of blocks, the highest first, as objects that all pools of a process share: simulations
+    have a thousand.
+    """
+    return tuple(range(num_blocks - 1, -1, -1))
 
 
 class BlockPool:
@@ -83,19 +85,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.events: KVEventSink = NO_KV_EVENTS
         """Receives the names that appear and vanish. May be replaced at any time."""
-        numbers = _numbers(num_blocks)
-        self._free = list(reversed(numbers))  # A stack: the last freed is the first taken.
-        self._cached = IdleBlocks(numbers)
+        self._free = list(_numbers(num_blocks))  # A stack: the last freed is the first taken.
+        self._cached = IdleBlocks(num_blocks)
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._references = array("i", [0]) * num_blocks
+        self._references = [0] * num_blocks
         self._owner: list[bytes] = [b""] * num_blocks
         self._used_by: dict[bytes, int] = {}  # Used blocks by owner; no zeros.
         self._held_by: dict[Epoch, list[int]] = {}  # Open epochs, and the blocks that each holds.
         self._num_holds: dict[int, int] = {}  # How many of those hold a block; no zeros.
         self._num_draining = 0
         self._last_epoch = NEVER
-        self._publication = array("q", [0]) * num_blocks
+        self._publication = array("Q", bytes(8 * num_blocks))
         self._publications = 0
         self._evictions = 0
         self._duplicates = 0

@@ -1,8 +1,7 @@
 """The blocks that nobody holds but that may be hit again, least recently used first: a doubly linked list of
-block numbers in two flat arrays, eight bytes a block. An `OrderedDict` takes a hundred.
+block numbers in two lists, sixteen bytes a block. An `OrderedDict` takes a hundred.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 _ABSENT = -1
@@ -11,14 +10,12 @@ _ABSENT = -1
 class IdleBlocks:
     """Some of the blocks `0 .. num_blocks - 1`, in the order in which they are to be evicted."""
 
-    __slots__ = ("_end", "_next", "_num", "_numbers", "_previous")
+    __slots__ = ("_end", "_next", "_num", "_previous")
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        """`numbers` are those of all blocks, in order: what is taken out is one of these objects."""
-        self._numbers, num_blocks = numbers, len(numbers)
+    def __init__(self, num_blocks: int) -> None:
         self._end = num_blocks  # Stands before the first and behind the last: the list is a ring.
-        self._next = array("i", [_ABSENT]) * (num_blocks + 1)
-        self._previous = array("i", [_ABSENT]) * (num_blocks + 1)
+        self._next = [_ABSENT] * (num_blocks + 1)
+        self._previous = [_ABSENT] * (num_blocks + 1)
         self._next[num_blocks] = self._previous[num_blocks] = num_blocks
         self._num = 0
 
@@ -44,10 +41,10 @@ class IdleBlocks:
     def take(self, count: int) -> list[int]:
         """Take out the first so many of them."""
         assert count <= self._num, f"{count} of {self._num} idle blocks"
-        after, end, taken, numbers = self._next, self._end, list[int](), self._numbers
+        after, end, taken = self._next, self._end, list[int]()
         block = after[end]
         for _ in range(count):
-            taken.append(numbers[block])
+            taken.append(block)
             following = after[block]
             after[block] = _ABSENT
             block = following
