@@ -107,7 +107,7 @@ def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> M
         status = HealthStatus.DOWN
     else:
         status = HealthStatus.DEGRADED
-    reasons = [f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong]
+    reasons = [f"{worker.id} is {worker.state}: {worker.public_stage}" for worker in wrong]
     reasons += [f"{worker_id} is left alone: {why}" for worker_id, why in left_alone.items()]
     return ModelHealth(name=workers.name, status=status, reasons=tuple(reasons[:REASONS_MAX]))
 
@@ -452,7 +452,7 @@ def _line(worker: Worker) -> WorkerLine:
 def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
     ready, progress = status.ready or model.workers.is_expected, _progress(status.done, status.total)
-    return ModelReadiness(name=model.name, ready=ready, stage=status.stage, progress=progress)
+    return ModelReadiness(name=model.name, ready=ready, stage=status.public_stage, progress=progress)
 
 
 def _progress(done: int, total: int) -> float | None:
