@@ -230,7 +230,7 @@ def test_steps_without_states_cost_a_head_nothing_and_no_answer_is_another(
     """Now and then some steps leave none, beneath a policy that always wants drafts: guesses with holes
     before them, and none where the last state is missing.
     """
-    plain, reads, told = Driver(qwen3, kernels="native"), list[bool](), list[bool]()
+    plain, reads, reported = Driver(qwen3, kernels="native"), list[bool](), list[bool]()
     run, read = Runner.run, DraftHead.read
 
     def running(self: Runner, plan: StepPlan) -> StepResult:
@@ -240,7 +240,7 @@ def test_steps_without_states_cost_a_head_nothing_and_no_answer_is_another(
     def reading(
         self: DraftHead, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables
     ) -> None:
-        told.append(True)
+        reported.append(True)
         read(self, rows, firsts, counts, tables)
 
     monkeypatch.setattr(Runner, "run", running)
@@ -249,7 +249,7 @@ def test_steps_without_states_cost_a_head_nothing_and_no_answer_is_another(
     how = [replace(each, max_tokens=60) for each in (*GREEDY[:2], *DRAWN[2:])]
     for _ in range(2):
         assert driver.ask(PROMPTS, how) == plain.ask(PROMPTS, how)
-    assert len(told) == sum(reads) < len(reads)
+    assert len(reported) == sum(reads) < len(reads)
     assert driver.core.stats().accepted_tokens > 0
 
 
