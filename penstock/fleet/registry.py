@@ -15,15 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.base import (
-    NO_ADAPTERS,
-    Adapters,
-    Backend,
-    BackendStatus,
-    Phase,
-    nothing,
-    public_stage,
-)
+from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase, nothing
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.cells import CellConfig
 from penstock.config.fleet import WORKERS_MAX
@@ -129,11 +121,6 @@ class Worker:
             return f"refused: {self.problem}"
         said = self.backend.status.stage
         return f"suspect: {said}" if self.state is WorkerState.SUSPECT else said
-
-    @property
-    def public_stage(self) -> str:
-        """`stage` for callers."""
-        return public_stage(self.stage)
 
 
 _SUMMED = tuple(name for name in Stats.__struct_fields__ if name != "readings")

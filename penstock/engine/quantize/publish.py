@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -417,11 +417,9 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
 
 def _is_whole(path: Path) -> bool:
     """Whether the file can be read: the machine may have stopped before it was on the disk."""
-    try:
-        with cast(Any, safe_open)(str(path), framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+    with suppress(OSError, SafetensorError), cast(Any, safe_open)(str(path), framework="pt"):
+        return True
+    return False
 
 
 @contextmanager
@@ -435,8 +433,7 @@ def _writing(output: Path) -> Generator[None]:
         yield
     except (OSError, SafetensorError) as error:
         why = error.strerror or error if isinstance(error, OSError) else error
-        # Of two names the second one is a copy's.
-        place = (isinstance(error, OSError) and (error.filename2 or error.filename)) or output
+        place = (isinstance(error, OSError) and (error.filename2 or error.filename)) or output  # Of two, to.
         does = "written" if Path(place).is_relative_to(output) else "read"
         raise ConfigError(
             f"{place}: cannot be {does}: {why}; the same command continues behind the parts that are there"
