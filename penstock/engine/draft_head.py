@@ -11,9 +11,12 @@ state's token lies, under the same block table, so that nothing has to be alloca
     propose                                 ^^^^^^^^^^^^^^^^^^^^^^^^^^^   first pass        later ones
 
 States come with every step and are held until a guess is wanted, or until `HELD` of them are there; then the
-KV of all their pairs is computed at once. A row that never has guesses costs a copy of its state in each
-step. Of a prefix that was found in the cache the KV is what the row that computed it left there; the pair
-between the two is missing, or another row's. All of that could make a guess wrong, and can change no answer.
+KV of all their pairs is computed at once. A row without guesses costs a copy of its state in each step; where
+no row is to have any, steps come without states (`StepPlan.reads_states`) and cost nothing.
+
+KV may be missing: of tokens without states, which reads as zeros, and of the pair behind a prefix that was
+found in the cache, where there is what the row that computed it left. All of that could make a guess wrong,
+and can change no answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -179,6 +182,8 @@ class DraftHead:
         """By row: the position of the first state that is held."""
         self._count = np.zeros(parts.max_running, np.int64)
         self._logits = torch.zeros(parts.max_drafts, parts.spec.vocab_size)
+        self._holds = False
+        """Whether any row has states that are held."""
         self._spent: Drafting | None = None
 
     def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
@@ -186,6 +191,9 @@ class DraftHead:
         self._spent = None
         for new in plan.new_rows:
             self._count[new.row] = 0
+        if self._holds and not plan.reads_states:  # Those of the tokens behind them never come.
+            self._count[:] = 0
+        self._holds = plan.reads_states
         self._parts.cache.clear([*fresh_blocks, *(copy.block for copy in plan.copies_in)])
 
     def spent(self) -> Drafting | None:

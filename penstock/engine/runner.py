@@ -138,7 +138,7 @@ class Runner:
 
     def _compute(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The step's logits; states go to whom they help to guess."""
-        head, batch = self._head, inputs.batch
+        head, batch = self._head if plan.reads_states else None, inputs.batch
         tokens, wanted = as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens)
         states = None if head is None else head.states[: len(tokens)]
         logits = self._model.compute(tokens, wanted, batch, inputs.adapters, states)

@@ -77,7 +77,8 @@ class ReadsStates(Proposer, Protocol):
 
         A row's drafts are among them: the next `propose` tells by `known` which of them were right, and a
         later step brings the states of the tokens that took the place of others. Of a prefix that was found
-        in the cache no states come: a row's first step then begins behind it.
+        in the cache no states come: a row's first step then begins behind it. Nor do those of steps that are
+        planned without (`StepPlan.reads_states`): `begin` tells of each.
         """
         ...
 

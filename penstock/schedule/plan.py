@@ -92,6 +92,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     used."""
     copies_in: tuple[BlockCopy, ...] = ()
     """Blocks to fill from host memory from now on. No work reads them before their end was reported."""
+    reads_states: bool = True
+    """Whether a proposer that guesses from states is handed those of this step's tokens. No: for now no draft
+    is worth its time, and states must cost none."""
 
     @property
     def num_tokens(self) -> int:

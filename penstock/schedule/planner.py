@@ -80,8 +80,10 @@ class Planner:
         self.reserve.step_over(preempted=preempted)
         if not preempted and not self.wants_rest:
             self._admit(step)
-        if self.speculation is not None and not self.speculation.rests(step.num_decoding):
-            self._add_drafts(step, self.speculation)
+        if self.speculation is not None:
+            if not self.speculation.rests(step.num_decoding):
+                self._add_drafts(step, self.speculation)
+            step.reads_states = self.speculation.reads_states
         assert len(self._batch.running) <= self._limits.max_running, "more requests run than may"
 
     def _shrink_batch(self, now_ns: int) -> None:

@@ -29,6 +29,10 @@ the time. So the loss is bounded where reading does not pay, whatever the length
 A look at a batch costs time too. Where no draft paid, the next look comes `REST_STEPS` later, or when an
 eighth of the rows has gone.
 
+A head guesses from the states that steps leave, and these cost time as well: where no draft paid in
+`VAIN_LOOKS` looks they are read no more, until one pays. Its row has drafts one step later, when a state is
+there; what was said meanwhile the head never sees.
+
 The guesses, and the proposer, are not known here. Nothing here decides what is generated: a draft is kept
 only if it is the token that is drawn (`engine/speculation.py`).
 """
@@ -62,6 +66,8 @@ ACCOUNT_STEPS_MAX = 16
 """Gains count for no more than so many steps' time: another load may come."""
 REST_STEPS = 8
 """After a look at a batch in which no draft paid, the next one comes so many steps later."""
+VAIN_LOOKS = 2
+"""Looks in a row that found no draft, after which states are read no more."""
 _MATCH_WEIGHT, _FORGET_MATCHES = 4.0, 0.99
 """Of the record of a level with all requests: as many drafts it counts in a new one's, and the part that
 remains per step of a row with drafts."""
@@ -97,7 +103,8 @@ class Laws(Protocol):
     draft_times: DraftTimes | None
     """Of steps with drafts; None: not known."""
     drafter_reads: bool
-    """Whether it reads what was said before only when a request is to have drafts."""
+    """Whether it reads what was said before only when a request is to have drafts; a head on the target's
+    states does not. Taken for granted until one has guessed."""
 
 
 class Speculation:
@@ -105,7 +112,7 @@ class Speculation:
 
     __slots__ = (
         "_account_ns", "_draft_ns", "_drafting", "_ends_at", "_estimate", "_hits", "_laws", "_matches",
-        "_model", "_rest_steps", "_saved_ns", "_since", "_tries", "_worth",
+        "_model", "_rest_steps", "_saved_ns", "_since", "_tries", "_vain_looks", "_worth", "reads_states",
     )  # fmt: skip
 
     def __init__(self, laws: Laws, worth: float, estimate: OutputEstimate) -> None:
@@ -120,6 +127,9 @@ class Speculation:
         self._matches = [(0.0, 0.0)] * len(MATCHES)  # Of all requests: hits and tries behind each.
         self._since, self._rest_steps = 0, REST_STEPS  # Steps since the last look, and to the next.
         self._ends_at = math.inf  # No look is needed while more rows decode; infinite: one is.
+        self._vain_looks = 0  # In a row, of those that found no draft.
+        self.reads_states = True
+        """See `StepPlan`, as of the next step."""
 
     def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
         """Of so many drafts of the request, the first so many were right."""
@@ -156,9 +166,22 @@ class Speculation:
         num_steps = max(self._since, 1)
         found = self._looked(rows, load, min(room, STEP_DRAFTS_MAX), num_steps, is_known=is_known)
         rests = is_known and self._worth and rows and not found
+        if is_known and self._worth and not self._has_states(found, rows, load):
+            found = []
         self._since, self._ends_at = 0, len(rows) * 7 / 8 if rests else math.inf
         self._rest_steps = min([request.draft_rest for request in rows if request.draft_rest] or [REST_STEPS])
         return found
+
+    def _has_states(self, found: Sequence[object], rows: Sequence[Request], load: StepLoad) -> bool:
+        """Whether there is anything to guess from; settles whether states are read from this step on."""
+        had = self.reads_states
+        if rows:
+            self._vain_looks = 0 if found else self._vain_looks + 1
+            self.reads_states = bool(found) or (had and self._vain_looks < VAIN_LOOKS)
+        elif not had:  # Prompts alone, the states of which help their answers.
+            count, (prior, weight) = max(load.num_sequences, 1), self._prior(0)
+            self.reads_states = self._may_pay(rows, StepLoad(count, count, load.kv_read), prior, weight)
+        return had or self._laws.drafter_reads
 
     def _looked(
         self, rows: Sequence[Request], load: StepLoad, room: int, num_steps: int, *, is_known: bool
@@ -247,9 +270,9 @@ class Speculation:
         and all others share its pass. Asked in every step: a full batch pays for no more than this.
         """
         cost, guesser = self._model.cost, self._drafting.cost
-        least_ns = guesser.fixed_ns / len(rows) if rows else 0.0
+        least_ns = guesser.fixed_ns / max(len(rows) or load.num_sequences, 1)
         least_ns += cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
-        best = max([_hit_rate(request, prior, weight) for request in rows], default=0.0)
+        best = max([_hit_rate(request, prior, weight) for request in rows], default=prior)
         return best * self._model.predict_ns(load) >= self._worth * least_ns * load.num_sequences
 
     def _choose_passes(

@@ -191,7 +191,7 @@ class StepBuilder:
 
     __slots__ = (
         "_kv_read", "_new_rows", "_num_decoding", "_num_drafts", "_num_tokens", "_pairs", "_requests",
-        "_work", "budget", "planned_ns", "prompts", "scored_budget",
+        "_work", "budget", "planned_ns", "prompts", "reads_states", "scored_budget",
     )  # fmt: skip
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
@@ -203,6 +203,8 @@ class StepBuilder:
         """When planning began."""
         self.prompts: PromptShare | None = None
         """The part of the step that prompts may take; None if there are none."""
+        self.reads_states = True
+        """See `StepPlan`."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
         self._requests: list[Request] = []  # The requests of the work.
@@ -346,7 +348,9 @@ class StepBuilder:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
         assert len(self._requests) == len(work), "every row's work is a request's"
-        plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
+        plan = StepPlan(
+            step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into, self.reads_states
+        )
         flight = Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
         flight.num_drafts = self._num_drafts
         return flight

@@ -10,6 +10,7 @@ import pytest
 import torch
 from eagle_head import EPS, HEAD_DIM, HEADS, KV_HEADS, ROPE_BASE, EagleHead, Layer
 from engine_driver import Driver
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor
@@ -20,10 +21,10 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.draft_head import DraftHead
 from penstock.engine.inputs import RowTables
-from penstock.engine.runner import plan_model
+from penstock.engine.runner import Runner, plan_model
 from penstock.engine.speculation import ReadsStates
 from penstock.errors import CheckpointError
-from penstock.schedule.plan import Drafting, StepPlan
+from penstock.schedule.plan import Drafting, StepPlan, StepResult
 from penstock.types import SamplingParams
 
 PROMPTS = [[5, 9, 14, 30 + i] * (4 + i) for i in range(4)]
@@ -221,6 +222,55 @@ def test_rows_that_lose_their_blocks_and_prefixes_out_of_the_cache(
     stats = driver.core.stats()
     assert stats.preemptions > 0
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_steps_without_states_cost_a_head_nothing_and_no_answer_is_another(
+    qwen3: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and then some steps leave none, beneath a policy that always wants drafts: guesses with holes
+    before them, and none where the last state is missing.
+    """
+    plain, reads, reported = Driver(qwen3, kernels="native"), list[bool](), list[bool]()
+    run, read = Runner.run, DraftHead.read
+
+    def running(self: Runner, plan: StepPlan) -> StepResult:
+        reads.append(len(reads) // 5 % 2 == 0)
+        return run(self, replace(plan, reads_states=reads[-1]))
+
+    def reading(
+        self: DraftHead, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables
+    ) -> None:
+        reported.append(True)
+        read(self, rows, firsts, counts, tables)
+
+    monkeypatch.setattr(Runner, "run", running)
+    monkeypatch.setattr(DraftHead, "read", reading)
+    driver = guessing(qwen3, checkpoint, kernels="native")
+    how = [replace(each, max_tokens=60) for each in (*GREEDY[:2], *DRAWN[2:])]
+    for _ in range(2):
+        assert driver.ask(PROMPTS, how) == plain.ask(PROMPTS, how)
+    assert len(reported) == sum(reads) < len(reads)
+    assert driver.core.stats().accepted_tokens > 0
+
+
+def test_where_no_draft_pays_no_state_is_read(
+    qwen3: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reads = Runner.run, list[bool]()
+
+    def running(self: Runner, plan: StepPlan) -> StepResult:
+        reads.append(plan.reads_states)
+        return run(self, plan)
+
+    monkeypatch.setattr(Runner, "run", running)
+    driver = Driver(qwen3, kernels="native", speculation=str(checkpoint), draft_worth=1e9)
+    how = [replace(each, max_tokens=60) for each in GREEDY]
+    driver.ask(PROMPTS, how)
+    assert reads[0]
+    assert not reads[-1]
+    del reads[:]
+    driver.ask(PROMPTS, how)
+    assert not any(reads)
 
 
 def test_a_head_without_a_table_looks_up_the_targets(qwen3: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from penstock.schedule.speculation import (
     REST_STEPS,
     ROW_DRAFTS_MAX,
     STEP_DRAFTS_MAX,
+    VAIN_LOOKS,
     Speculation,
     learn,
 )
@@ -327,6 +328,44 @@ def test_a_batch_that_rests_is_looked_at_when_a_draft_of_it_was_right_or_wrong()
     assert speculation.rests(4)
     speculation.learn(rows[0], 2, 1)
     assert not speculation.rests(4)
+
+
+def head(pass_ns: int) -> Speculation:
+    """A head on the target's states, which has guessed before."""
+    made = guesser(pass_ns, 1_000, right=True)
+    made._laws.drafter_reads = False  # As `PrefillBudget` learns it.
+    return made
+
+
+def test_where_no_draft_of_a_head_pays_states_are_read_no_more() -> None:
+    """And again when one does: then the drafts come one step later, when there is a state."""
+    speculation, rows = head(4_000_000), [row(0, 60) for _ in range(8)]
+    for look in range(VAIN_LOOKS):
+        assert speculation.reads_states
+        assert counts_of(speculation, rows) == [0] * 8
+        looked = [counts_of(speculation, rows) for _ in range(REST_STEPS - 1)]
+        assert looked == [[0] * 8] * (REST_STEPS - 1), look
+    assert not speculation.reads_states
+    lone = row(0, 0)
+    assert counts_of(speculation, [lone]) == [0]
+    assert speculation.reads_states
+    assert counts_of(speculation, [lone])[0] > 0
+
+
+def test_the_states_of_prompts_are_read_where_their_answers_may_have_drafts() -> None:
+    for pass_ns, reads in ((500_000, True), (50_000_000, False)):
+        speculation = head(pass_ns)
+        speculation.reads_states = False
+        assert speculation.choose([], StepLoad(90, 1, 90, 4_000), 500) == []
+        assert speculation.reads_states == reads
+
+
+def test_drafts_of_who_needs_no_states_come_at_once() -> None:
+    speculation = guesser(500_000, 1_000, right=True)
+    for _ in range(VAIN_LOOKS * REST_STEPS):
+        counts_of(speculation, [row(0, 60) for _ in range(32)])
+    assert not speculation.reads_states
+    assert counts_of(speculation, [row(0, 0)])[0] > 0
 
 
 def asked_of(rows: list[Request], first: float) -> Speculation:
