@@ -23,7 +23,7 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 _SIZES_MAX = 1024
 """Lengths of reads whose size lines are remembered; longer texts are few."""
 AROUND_BYTES_MAX = 4096
-"""What may stand around a hole in all."""
+"""Bytes around a hole in all; an answer with more of them is parsed."""
 HOLES_MAX, HOLE_BYTES_MAX = 4096, 40
 """A token or two each, as JSON: longer ones hardly ever come again."""
 _encode = msgspec.json.Encoder().encode
