@@ -5,7 +5,11 @@ further one.
 
 The first makes a row into a chunk, draws at several of its places and looks which of them are right: work
 that a lone row's step feels and a full batch's hardly does. So there is a law for each size of batch, in
-powers of two. The linear law (`step_time.py`) has no such jump, and takes it for the price of tokens.
+powers of two.
+
+The linear law (`step_time.py`) has no such jump, and takes it for the price of tokens, or of any step. It
+does know what a longer context costs: so times count as parts of what it says of the step without drafts,
+and steps that had none tell by how much it errs. Where none came for long, nothing is learned.
 
 Learned by medians (an estimate moves by a step towards what was seen, however far that is): on a busy
 machine single steps take ten times their time. The steps shrink, so that the first few count most.
@@ -22,16 +26,21 @@ _RATE_MAX, _RATE_MIN = 0.2, 0.01
 _EACH_PART = 1 / 4
 """Of that for each further draft of a step, the most that the price of one moves."""
 _DRAFTS_MAX = 8
+_UNCHECKED_MAX = 32
+"""Steps with drafts in a row that are learned from: in more of them the law takes the jump for its own."""
 
 
 class _Size:
-    """One size of batch: the time of a step without drafts, and the shares of it that they add."""
+    """One size of batch: the time of a step without drafts over the predicted one, and the shares of it that
+    they add.
+    """
 
-    __slots__ = ("each", "first", "num_drafted", "num_plain", "plain_ns")
+    __slots__ = ("each", "first", "num_drafted", "num_plain", "num_unchecked", "plain")
 
-    def __init__(self, plain_ns: float) -> None:
-        self.plain_ns, self.first, self.each = plain_ns, FIRST, 0.0
+    def __init__(self) -> None:
+        self.plain, self.first, self.each = 1.0, FIRST, 0.0
         self.num_plain = self.num_drafted = 0
+        self.num_unchecked = 0  # Since the last step without drafts.
 
 
 class DraftTimes:
@@ -51,27 +60,27 @@ class DraftTimes:
             return FIRST + expected, expected * _EXPECTED_PART
         return size.first, size.each
 
-    def observe_plain(self, num_rows: int, step_ns: int) -> None:
-        """A step in which all rows decode, without drafts."""
-        assert num_rows > 0 < step_ns, "a step has rows and takes time"
+    def observe_plain(self, num_rows: int, ratio: float) -> None:
+        """A step in which all rows decode, without drafts, took `ratio` times its predicted time."""
+        assert num_rows > 0 < ratio, "a step has rows and takes time"
         size = self._sizes.get(num_rows.bit_length())
         if size is None:
-            self._sizes[num_rows.bit_length()] = _Size(step_ns)
-            return
-        size.num_plain += 1
-        size.plain_ns *= 1 + _rate(size.num_plain) * _sign(step_ns - size.plain_ns)
+            size = self._sizes[num_rows.bit_length()] = _Size()
+        size.num_plain, size.num_unchecked = size.num_plain + 1, 0
+        size.plain *= 1 + _rate(size.num_plain) * _sign(ratio - size.plain)
 
-    def observe(self, num_rows: int, num_drafts: int, step_ns: int, expected: float) -> None:
-        """The same with drafts; `expected`: see `of`."""
+    def observe(self, num_rows: int, num_drafts: int, ratio: float, expected: float) -> None:
+        """One with drafts took `ratio` times what is predicted without any; `expected`: see `of`."""
         assert num_drafts > 0, "a step with drafts has some"
         size = self._sizes.get(num_rows.bit_length())
-        if size is None:
+        if size is None or size.num_unchecked == _UNCHECKED_MAX:
             return  # How long such a step takes without drafts is not known.
+        size.num_unchecked += 1
         if not size.num_drafted:
             size.first, size.each = FIRST + expected, expected * _EXPECTED_PART
         size.num_drafted += 1
         more = num_drafts - 1
-        over = _sign(step_ns / size.plain_ns - 1 - size.first - size.each * more)
+        over = _sign(ratio / size.plain - 1 - size.first - size.each * more)
         rate = _rate(size.num_drafted) * over
         size.first = max(size.first + rate, 0.0)
         size.each = max(size.each + rate * _EACH_PART * min(more, _DRAFTS_MAX) / _DRAFTS_MAX, 0.0)

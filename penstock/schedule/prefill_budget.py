@@ -130,7 +130,7 @@ class PrefillBudget:
         """Of the passes of a model that guesses; nothing is observed where there is none."""
         self.drafter_reads = True
         self.draft_times: DraftTimes | None = None
-        """Of steps with drafts; None: there are none."""
+        """Of steps with drafts that no model guessed; None: there are none."""
         self.sums = StepSums()
         """Of all steps, for who compares engines."""
         self._last_ns = 0
@@ -149,7 +149,7 @@ class PrefillBudget:
             self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
-        if self.draft_times is not None and not has_chunk and step_ns > 0 < self.model.num_observed:
+        if self.draft_times is not None and not self.drafting.num_observed and not has_chunk:
             self._observe_drafts(self.draft_times, plan, load, step_ns)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
@@ -159,12 +159,16 @@ class PrefillBudget:
     def _observe_drafts(self, times: DraftTimes, plan: StepPlan, load: StepLoad, step_ns: int) -> None:
         """Of a step in which all rows decode."""
         num_rows = len(plan.work)
-        if num_drafts := load.num_sequences - num_rows:
-            cost, plain_ns = self.model.cost, self.model.predict_ns(StepLoad.of(plan.work)) or float(step_ns)
+        num_drafts = load.num_sequences - num_rows
+        plain_ns = self.model.predict_ns(StepLoad.of(plan.work) if num_drafts else load)
+        if step_ns <= 0 or not plain_ns:
+            return  # No step's time, or no step was seen before.
+        if num_drafts:
+            cost = self.model.cost
             each = (cost.token_ns + cost.sequence_ns + cost.kv_read_ns) / plain_ns
-            times.observe(num_rows, num_drafts, step_ns, each)
+            times.observe(num_rows, num_drafts, step_ns / plain_ns, each)
         else:
-            times.observe_plain(num_rows, step_ns)
+            times.observe_plain(num_rows, step_ns / plain_ns)
 
     def observe_decoding(self, load: StepLoad, began_ns: int, now_ns: int) -> None:
         """`observe` for a step that only decoded, right after the one before."""

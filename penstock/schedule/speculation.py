@@ -72,8 +72,8 @@ _MATCH_WEIGHT, _FORGET_MATCHES = 4.0, 0.99
 """Of the record of a level with all requests: as many drafts it counts in a new one's, and the part that
 remains per step of a row with drafts."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
-"""Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
-step."""
+"""Of a model's record with all requests: as many drafts it counts in a new one's, and the part that remains
+of it per step. As much remains of every level's: one that was wrong is tried again."""
 KNOWN_STEPS = 8
 """Before the laws have seen so many steps, up to `CAUTIOUS` rows have up to as many drafts: a model's first
 passes take longer than any later. Of a larger batch the first rows do, once a pass has run: no law is learned
@@ -145,7 +145,11 @@ class Speculation:
         self._tries += min(num_right + 1, num_drafted)
 
     def missed(self, request: Request) -> None:
-        """There was no guess for it, though some were wanted."""
+        """There was no guess for it, though some were wanted. Only lookups rest, and only where drafts must
+        pay: a model has one in the next step.
+        """
+        if self._drafting.num_observed or not self._worth:
+            return
         assert request.draft_level < len(MATCHES), request.draft_level
         request.draft_rest = MISSED_STEPS[request.draft_level]
         request.draft_idle += request.draft_rest
@@ -187,10 +191,11 @@ class Speculation:
         self, rows: Sequence[Request], load: StepLoad, room: int, num_steps: int, *, is_known: bool
     ) -> list[tuple[int, int]]:
         """`choose`, so many steps after the last look."""
-        num_passes = self._drafting.num_observed
-        prior, weight = self._prior(num_steps)
-        if num_passes and is_known and self._worth and not self._may_pay(rows, load, prior, weight):
-            return []
+        num_passes, prior, weight = self._drafting.num_observed, 0.0, 0.0
+        if num_passes:
+            prior, weight = self._prior(num_steps)
+            if is_known and self._worth and not self._may_pay(rows, load, prior, weight):
+                return []
         asked = [(index, request) for index, request in enumerate(rows) if _may(request)]
         if self._worth and not is_known:
             few = asked[:CAUTIOUS] if num_passes or len(rows) <= CAUTIOUS else []
@@ -199,6 +204,8 @@ class Speculation:
             rated = [(_hit_rate(request, prior, weight), index, request) for index, request in asked]
             rated.sort(key=itemgetter(0), reverse=True)
             return self._choose_passes(rated, load, room, num_steps) if rated else []
+        left = _FORGET**num_steps
+        self._matches = [(hits * left, tries * left) for hits, tries in self._matches]
         rated = [(self._match_rate(request, request.draft_level), index, request) for index, request in asked]
         rated.sort(key=itemgetter(0), reverse=True)
         return self._choose_lookups(rated, load, room, num_steps)

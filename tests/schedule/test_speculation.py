@@ -14,6 +14,7 @@ from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.speculation import (
     CAUTIOUS,
     KNOWN_STEPS,
+    MATCHES_EXPECTED,
     MISSED_STEPS,
     PROBE_STEPS,
     REST_STEPS,
@@ -373,9 +374,9 @@ def asked_of(rows: list[Request], first: float) -> Speculation:
     laws = PrefillBudget(LatencyTargets())
     laws.model, laws.draft_times = law(fixed_ns=10_000_000, token_ns=300_000), DraftTimes()
     for num_drafts in (1, 2, 4, 8) * 100:
-        laws.draft_times.observe_plain(len(rows), 10_000_000)
+        laws.draft_times.observe_plain(len(rows), 1.0)
         took = 1 + first + 0.03 * (num_drafts - 1)
-        laws.draft_times.observe(len(rows), num_drafts, round(10_000_000 * took), 0.03)
+        laws.draft_times.observe(len(rows), num_drafts, took, 0.03)
     return Speculation(laws, EngineSettings().draft_worth, OutputEstimate())
 
 
@@ -443,3 +444,39 @@ def test_all_levels_are_tried_again_after_a_while() -> None:
             speculation.missed(asked)
     assert levels[0] > 0
     assert 0 in levels
+
+
+def test_long_matches_are_tried_again_after_a_bad_spell_of_all_levels() -> None:
+    """A level that others were wrong behind comes back for requests to which it never misses, while one that
+    stays wrong is seldom tried.
+    """
+    for is_right in (True, False):
+        speculation = asked_of([row(0, 0)], 0.35)
+        for which in range(len(MATCHES_EXPECTED)):
+            for _ in range(60):
+                speculation.learn(level(which), 4, 0)
+        counts = [0] * len(MATCHES_EXPECTED)
+        for _ in range(40):
+            asked = row(0, 0, left=1000)
+            for _ in range(100):
+                if speculation.rests(1) or not (found := looked(speculation, [asked])):
+                    continue
+                counts[asked.draft_level] += 1
+                right = found[0] if is_right and asked.draft_level == 2 else 0
+                speculation.learn(asked, found[0], right)
+        if is_right:
+            assert counts[2] > 1000
+        else:
+            assert 0 < sum(counts[1:]) < sum(counts) < 4000 / 25
+
+
+def test_only_lookups_that_must_pay_rest_after_a_miss() -> None:
+    """A model has a guess in the next step, and where all drafts are taken the next look comes at once."""
+    laws = PrefillBudget(LatencyTargets())
+    laws.model = law(fixed_ns=10_000_000, token_ns=300_000)
+    for speculation in (guesser(500_000, 1_000, right=True), Speculation(laws, 0.0, OutputEstimate())):
+        asked = row(0, 0)
+        for _ in range(3):
+            assert counts_of(speculation, [asked])[0] > 0
+            speculation.missed(asked)
+            assert not asked.draft_rest
