@@ -131,6 +131,11 @@ def decode_seconds(
     return {"step_s": statistics.median(times[warm:]), "launch_s": statistics.median(launching[warm:])}
 
 
+def four_digits(share: float) -> float:
+    """Rounded, but never to nothing: tiny models on a busy machine use a hundred thousandth."""
+    return float(f"{share:.4g}")
+
+
 def decode_figures(
     bench: Bench, runner: DeviceRunner, spec: DecoderSpec, batch: int, sizes: Sizes, copy_per_s: float
 ) -> dict[str, Any]:
@@ -146,8 +151,8 @@ def decode_figures(
         "step_ms": round(step_s * 1e3, 4),
         "tokens_per_s": round(batch / step_s, 1),
         "bytes_read": read,
-        "mbu": round(read / step_s / (nominal[0] if nominal else copy_per_s), 4),
-        "of_copy": round(read / step_s / copy_per_s, 4),
+        "mbu": four_digits(read / step_s / (nominal[0] if nominal else copy_per_s)),
+        "of_copy": four_digits(read / step_s / copy_per_s),
         "host_launch_ms": round(ahead["launch_s"] * 1e3, 4),
         "without_overlap_ratio": round(waiting["step_s"] / step_s, 4),
         "without_graphs_ratio": round(eager["step_s"] / step_s, 4),

@@ -116,7 +116,7 @@ static double now_us(void) {
     return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
 }
 
-static void begin(Connection *c);
+static void begin(Connection *c, double due);
 
 static double mean_us, due_us;
 static Connection **idle, timer_mark;
@@ -142,19 +142,20 @@ static void finish(Connection *c, int ok, int reopen) {
     if (reopen) { close(c->fd); c->fd = -1; }
     if (num_started < num_requests) {
         if (reopen) open_connection(c);
-        if (mean_us) idle[num_idle++] = c;
-        else begin(c);
+        if (mean_us) { c->started = 0; idle[num_idle++] = c; }
+        else begin(c, now_us());
     } else if (c->fd >= 0) { close(c->fd); c->fd = -1; }
 }
 
-static void begin(Connection *c) {
+/* The request that was due then. It may end in here: what `c` is afterwards is `finish`'s. */
+static void begin(Connection *c, double due) {
     num_started++;
     c->head_len = c->in_body = c->chunked = 0;
     c->left = -1;
     c->first = 0;
     c->was_newline = 0;
     memset(c->tail, 0, 5);
-    c->started = now_us();
+    c->started = due;
     if (send(c->fd, request, request_len, MSG_NOSIGNAL) != request_len) finish(c, 0, 1);
 }
 
@@ -164,8 +165,7 @@ static void start_due(void) {
         Connection *c = idle[--num_idle];
         double due = due_us;
         due_us -= log(1 - drand48()) * mean_us;
-        begin(c);
-        c->started = due;
+        begin(c, due);
     }
     struct itimerspec at = {{0, 0}, {(long)(due_us / 1e6), (long)(due_us - (long)(due_us / 1e6) * 1e6) * 1000 + 1}};
     if (num_started < num_requests && num_idle) timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
@@ -191,6 +191,7 @@ static void readable(Connection *c) {
     static char data[1 << 18];
     long n = recv(c->fd, data, sizeof data, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (mean_us && !c->started) { close(c->fd); open_connection(c); return; }  /* Idle: its peer has closed it, as it may. */
     if (n <= 0) { finish(c, 0, 1); return; }
     if (!c->first) { c->first = now_us(); c->last = 0; num_first++; }
     long from = 0;
@@ -259,7 +260,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < num_connections && num_started < num_requests; i++) {
         open_connection(&all[i]);
         if (mean_us) idle[num_idle++] = &all[i];
-        else begin(&all[i]);
+        else begin(&all[i], now_us());
     }
     if (mean_us) {
         struct epoll_event e = {.events = EPOLLIN | EPOLLET, .data.ptr = &timer_mark};

@@ -104,8 +104,8 @@ def token_bytes(tokens: "array[int] | Sequence[int]") -> bytes:
 
 
 ROOTS_MAX = 4096
-"""Beginnings of chains that are kept, of the first tenants and adapters that come; a second one costs a
-lookup."""
+"""Roots of chains that are remembered, one for each tenant and adapter: the next prompt of the same two
+costs a lookup in place of a hash. All are forgotten when there are so many."""
 
 
 class BlockHasher:
@@ -123,7 +123,8 @@ class BlockHasher:
         self._identity = identity.encode()
         # Keying costs a compression: it is done once here and copied per block.
         self._block = hashlib.blake2b(key=key, digest_size=DIGEST_BYTES, person=b"penstock block")
-        self._roots: dict[tuple[bytes, str, bool], BlockHash] = {}  # The first ones: tenants come again.
+        self._roots: dict[tuple[bytes, str, bool], BlockHash] = {}
+        """By salt, adapter, and whether the prompt begins in the public region."""
 
     def root(self, *, salt: bytes = b"", adapter: str = "") -> BlockHash:
         """The parent of every first block under this tenant `salt` and `adapter`."""
@@ -189,8 +190,9 @@ class BlockHasher:
         name = (salt, adapter, num_public > 0)
         if (found := self._roots.get(name)) is None:
             found = self.public_root(adapter=adapter) if num_public else self.root(salt=salt, adapter=adapter)
-            if len(self._roots) < ROOTS_MAX:
-                self._roots[name] = found
+            if len(self._roots) >= ROOTS_MAX:
+                self._roots.clear()
+            self._roots[name] = found
         return found
 
 

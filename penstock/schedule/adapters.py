@@ -100,7 +100,7 @@ class AdapterPool(Generic[R]):
         """At most `slots` adapters are in use at once, and `bytes_max` in memory, beside one that is read for
         the first time. `read` begins to read an adapter; one at a time. `give_up` asks that the end of that
         come early: `given_up` is called, or `take`, if it is too late.
-        """  # fmt: skip
+        """
         assert slots > 0, "a worker without places has no pool"
         self._clock, self._slots, self._bytes_max = clock, slots, bytes_max
         self._begin, self._give_up = read, give_up

@@ -96,6 +96,7 @@ class DecodeFastForward:
         blocks = self._manager.pool.allocate_each([request.salt for request, _ in begins])
         for (request, index), block in zip(begins, blocks, strict=True):
             table = request.table
+            assert table.num_public <= len(table.blocks), "an answer is its own tenant's alone"
             assert not table.awaits, "what is still loading does not decode"
             table.blocks.append(block)
             request.count_blocks(times_ns[index], len(table.blocks))

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.http.chunks import HOLES_MAX, ChunkReader, Holes, is_one_chunk
+from penstock.backends.http.chunks import (
+    AROUND_BYTES_MAX,
+    HOLE_BYTES_MAX,
+    HOLES_MAX,
+    ChunkReader,
+    Holes,
+    is_one_chunk,
+)
 from penstock.backends.http.client import HttpClient, _Connection
 from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.openai import ChatReader
@@ -178,9 +185,9 @@ def test_what_holes_say_is_remembered_up_to_a_bound() -> None:
     assert delta is not None
     assert delta is holes.texts[b'" a"']
     assert (holes.texts[b"17"], holes.texts[b'""'], holes.texts[b'"a']) == (None, None, None)
-    assert holes.texts[b'"%b"' % (b"x" * 1000)] is not None
-    assert len(holes.texts) == 4
-    assert holes.ids(b',"ids":[')[b'"","ids":[7,8'.replace(b"\\", b"")] == (7, 8)
+    assert holes.texts[b'"%b"' % (b"x" * HOLE_BYTES_MAX)] is not None
+    assert len(holes.texts) == 4, "a sentence is not remembered"
+    assert holes.ids(b',"ids":[')[b'"","ids":[7,8'] == (7, 8)
     for i in range(HOLES_MAX):
         holes.texts[b'"%d"' % i]
     assert len(holes.texts) <= HOLES_MAX
@@ -194,10 +201,22 @@ def test_one_chunk_is_told_from_all_else() -> None:
     assert not is_one_chunk(b"1" + one, body)
     assert not is_one_chunk(one, body[:-1])
     assert not is_one_chunk(chunk(b"data"), b"data")
-    reader = ChunkReader(b"data: ", b"\n\n")
+    sizes: dict[int, bytes] = {}
+    reader = ChunkReader(b"data: ", b"\n\n", sizes)
+    assert reader.hole(b"7\r\ndata: \n\n\r\n") is None
     assert reader.hole(b"8\r\ndata: \n\n\r\n") == b""
     assert reader.hole(b"7\r\ndata: \n\n\r\n") is None
     assert reader.hole(b"4\r\n: \n\n\r\n") is None
+    assert sizes == {13: b"8\r\n", 9: b"4\r\n"}
+    other = ChunkReader(b"data: x\n", b"\n\n", sizes)
+    assert not other.hole(b"9\r\ndata: x\n\n\r\n"), "what stands around overlaps"
+    assert other.hole(b"a\r\ndata: x\n\n\n\r\n") == b""
+
+
+def test_a_stream_with_much_around_its_texts_is_parsed() -> None:
+    for num_bytes, num_whole in ((AROUND_BYTES_MAX - 200, 6), (AROUND_BYTES_MAX, 0)):
+        reads = [event("chat", f" {i}", ()).replace(b'"c"', b'"%b"' % (b"c" * num_bytes)) for i in range(8)]
+        assert check("chat", [chunk(read) for read in reads]) == num_whole
 
 
 @settings(max_examples=150)

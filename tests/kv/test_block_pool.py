@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.errors import NamespaceBreach
 from penstock.kv.cache.block_pool import BlockPool, Epoch
-from penstock.kv.hashing import BlockHash
+from penstock.kv.hashing import PUBLIC, BlockHash
 
 
 def name(number: int) -> BlockHash:
@@ -267,6 +269,29 @@ class PoolMachine(RuleBasedStateMachine):
         assert (blocks is None) == (count > available)
         if blocks:
             self.check_not_held(blocks)
+            for block in blocks:
+                self.content.pop(block, None)
+            self.holders.append(list(blocks))
+
+    @rule(owners=st.lists(st.sampled_from([b"", PUBLIC]), max_size=6))
+    def allocate_each(self, owners: list[bytes]) -> None:
+        """As one block after the other."""
+        del owners[self.pool.num_available :]
+        one_by_one = deepcopy(self.pool)
+        expected = [one_by_one.allocate(1, owner=owner) for owner in owners]
+        blocks = self.pool.allocate_each(owners)
+        assert [(block,) for block in blocks] == expected
+        assert self.pool.statistics() == one_by_one.statistics()
+        assert self.pool.names() == one_by_one.names()
+        for owner in (b"", PUBLIC):
+            assert self.pool.num_used_by(owner) == one_by_one.num_used_by(owner)
+        assert [self.pool.owner(block) for block in blocks] == owners
+        left, left_one_by_one = (
+            pool.allocate(pool.num_available) for pool in (deepcopy(self.pool), one_by_one)
+        )
+        assert left == left_one_by_one, "what is given next"
+        if blocks:
+            self.check_not_held(tuple(blocks))
             for block in blocks:
                 self.content.pop(block, None)
             self.holders.append(list(blocks))

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.hashing import DIGEST_BYTES, BlockHasher, token_array, token_bytes
+from penstock.kv import hashing
+from penstock.kv.hashing import DIGEST_BYTES, BlockHash, BlockHasher, token_array, token_bytes
 from penstock.types import BLOCK_TOKENS
 
 KEY = bytes(range(32))
@@ -21,6 +22,22 @@ def test_golden_chain() -> None:
     hashes = chain(range(40), salt=b"tenant", adapter="a")
     assert [value.hex()[:16] for value in hashes] == ["35a6b0f087ce371c", "ec17c9a0541500e1"]
     assert all(len(value) == DIGEST_BYTES for value in hashes)
+
+
+def test_roots_are_remembered_and_all_forgotten_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "ROOTS_MAX", 2)
+    made = list[bytes]()
+
+    class Counting(BlockHasher):
+        def root(self, *, salt: bytes = b"", adapter: str = "") -> BlockHash:
+            made.append(salt)
+            return super().root(salt=salt, adapter=adapter)
+
+    hasher = Counting(key=KEY, identity="m bfloat16")
+    for salt in (b"a", b"b", b"a", b"c", b"c", b"b", b"b", b"a"):
+        expected = HASHER.root(salt=salt, adapter="x")
+        assert hasher.root_of(salt=salt, adapter="x", num_public=0) == expected
+    assert made == [b"a", b"b", b"c", b"b", b"a"]
 
 
 def test_only_whole_blocks_have_a_hash() -> None:

@@ -7,8 +7,8 @@ at a time: taken whole, by what stands around the text or the ids.
 For each length of a read the opening is the same bytes, and so is the closing. A read that has both is a
 chunk of the length that it says, and an event that says what is in its hole: neither the HTTP parser nor the
 reader of events would find anything else in it, and both stand behind it where they stood before it. Any
-other read is theirs. The content of a hole is remembered, for workers send the same few thousand again and
-again.
+other read is theirs. The content of a short hole is remembered for all streams of a worker, whose tenants'
+text it is: few, so that none stays long where many come.
 """
 
 import re
@@ -20,9 +20,12 @@ from penstock.backends.http.envelope import ids_in, text_in
 from penstock.text.detokenizer import PieceTokens
 
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
-_OPENINGS_MAX = 128
-"""Lengths of reads that are remembered; longer texts are few."""
-HOLES_MAX, HOLE_BYTES_MAX = 16_384, 128
+_SIZES_MAX = 1024
+"""Lengths of reads whose size lines are remembered; longer texts are few."""
+AROUND_BYTES_MAX = 4096
+"""Bytes around a hole in all; an answer with more of them is parsed."""
+HOLES_MAX, HOLE_BYTES_MAX = 4096, 40
+"""A token or two each, as JSON: longer ones hardly ever come again."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -46,35 +49,32 @@ def is_one_chunk(read: bytes, body: bytes) -> bool:
 class ChunkReader:
     """Of one answer, whose events are alike but for a hole."""
 
-    __slots__ = ("_before", "_closing", "_end", "_openings")
+    __slots__ = ("_before", "_closing", "_end", "_num_before", "_sizes")
 
-    def __init__(self, before: bytes, behind: bytes) -> None:
-        """The bytes around an event's hole, with the ends of its lines."""
-        self._before, self._closing = before, behind + b"\r\n"
-        self._end = -len(self._closing)
-        self._openings: dict[int, bytes] = {}
-        """By length of the read."""
+    def __init__(self, before: bytes, behind: bytes, sizes: dict[int, bytes]) -> None:
+        """The bytes around an event's hole, with the ends of its lines. `sizes` is `Holes.sizes`."""
+        self._before, self._closing, self._sizes = before, behind + b"\r\n", sizes
+        self._num_before, self._end = len(before), -len(self._closing)
 
     def hole(self, read: bytes) -> bytes | None:
-        """The content of an event's hole; None: the read is anything else."""
-        opening = self._openings.get(len(read))
-        if opening is None and (opening := self._opening(read)) is None:
+        """The content of an event's hole; empty or None: the read is anything else."""
+        size = self._sizes.get(len(read))
+        if size is None and (size := self._size_of(read)) is None:
             return None
-        if read.startswith(opening) and read.endswith(self._closing):
-            return read[len(opening) : self._end]
+        num_size = len(size)
+        if read.startswith(size) and read.startswith(self._before, num_size) and read.endswith(self._closing):
+            # Where the two overlap it is as if the hole were empty.
+            return read[num_size + self._num_before : self._end]
         return None
 
-    def _opening(self, read: bytes) -> bytes | None:
-        """Of reads of this length, if this one is a chunk with room for an event."""
+    def _size_of(self, read: bytes) -> bytes | None:
+        """The size line of reads of this length, if this one is a chunk."""
         size = _SIZE.match(read)
         if size is None or int(size[1], 16) != len(read) - size.end() - 2:
             return None
-        opening = size[0] + self._before
-        if len(read) < len(opening) + len(self._closing):
-            return None
-        if len(self._openings) < _OPENINGS_MAX:
-            self._openings[len(read)] = opening
-        return opening
+        if len(self._sizes) < _SIZES_MAX:
+            self._sizes[len(read)] = size[0]
+        return size[0]
 
 
 class TextHoles(dict[bytes, Delta | None]):
@@ -116,6 +116,8 @@ class Holes:
 
     def __init__(self, pieces: PieceTokens) -> None:
         self.texts = TextHoles(pieces)
+        self.sizes: dict[int, bytes] = {}
+        """The size lines of its chunks, by length of the read: a worker writes them in one form."""
         self._ids = IdHoles(b"")
 
     def ids(self, middle: bytes) -> IdHoles:

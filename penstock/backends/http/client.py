@@ -60,7 +60,7 @@ class HttpExchange:
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
         self.request, self.handler = request, handler
         self.num_bytes = 0
-        """Of the answer, so far."""
+        """Of the answer's body, so far; a read that `take_chunk` took counts with its framing."""
         self.held_ns = 0
         """How long it was held, in all."""
         self.take_chunk: Callable[[bytes], bool] | None = None

@@ -28,7 +28,7 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
-from penstock.backends.http.chunks import ChunkReader, IdHoles
+from penstock.backends.http.chunks import AROUND_BYTES_MAX, ChunkReader, IdHoles
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.context import StreamContext
 from penstock.backends.http.dialects.base import (
@@ -218,8 +218,9 @@ class HttpStream:
     def _expect_chunks(self) -> None:
         """Events come one by one: from now on a read that is one like those before it is taken as a whole."""
         before, middle, behind = self._envelopes.around
-        if before and self._exchange is not None:
-            self._chunks = ChunkReader(before, behind)
+        num_bytes = len(before) + len(middle) + len(behind)
+        if before and num_bytes <= AROUND_BYTES_MAX and self._exchange is not None:
+            self._chunks = ChunkReader(before, behind, self._holes.sizes)
             self._ids = self._holes.ids(middle) if middle else None
             self._exchange.take_chunk = self._take_chunk
 

@@ -13,11 +13,8 @@ it looks for from what the workers have announced.
 Randomness of a simulation: named streams of one seed, each independent of how much the others are used.
 """
 
-import itertools
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from struct import iter_unpack
 from typing import overload
 
 import msgspec
@@ -181,8 +178,6 @@ def mix(one: int, other: int) -> int:
     return (value ^ (value >> 31)) >> 1
 
 
-_NAME = "8s"
-"""A name is 8 bytes long."""
 EOS = 2**31 - 1
 """The stop token. No content has it."""
 _TAPE_TOKENS = 1 << 16
@@ -257,10 +252,8 @@ class PromptBlockNames:
         """The names of all whole blocks, in order: those within the first `public_tokens` tokens are all
         tenants'.
         """
-        packed = array("Q", self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens))
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return list(map(BlockHash, itertools.chain.from_iterable(iter_unpack(_NAME, packed))))
+        keys = self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens)
+        return [BlockHash(key.to_bytes(KEY_BYTES, "little")) for key in keys]
 
     def keys(
         self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
