@@ -82,7 +82,7 @@ class Released(Generic[R]):
 
     ready: Sequence[Waiting[R]] = ()
     failed: Sequence[tuple[Waiting[R], str]] = ()
-    """With why."""
+    """Each with why, for the log."""
 
 
 class AdapterPool(Generic[R]):
