@@ -7,6 +7,7 @@ per stream would cost a task switch per token, which is more than all the rest o
 
 import asyncio
 import enum
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -309,9 +310,24 @@ class BackendStatus:
         return self.info.capabilities
 
     @property
+    def public_stage(self) -> str:
+        """`stage` for callers."""
+        return public_stage(self.stage)
+
+    @property
     def ready(self) -> bool:
         """Whether it takes requests."""
         return self.phase is Phase.READY
+
+
+_PRIVATE = re.compile(r"(?<!suspect): .*| to \S+:\S+.*", re.DOTALL)
+
+
+def public_stage(stage: str) -> str:
+    """The part of a stage that any caller may read: details behind a colon, such as a file's path, and the
+    addresses of workers are for the operator.
+    """
+    return _PRIVATE.sub("", stage)
 
 
 def nothing() -> None:

@@ -53,7 +53,8 @@ def gguf_in(directory: Path) -> Path | None:
     Raises:
         CheckpointError: there are several.
     """
-    if weight_files(directory):
+    is_model = (directory / "config.json").is_file() and weight_files(directory)
+    if is_model or any((directory / name).is_file() for name in WEIGHTS):
         return None
     found = sorted(path.name for path in directory.glob("*") if path.name.lower().endswith(GGUF_SUFFIX))
     firsts: list[str] = []

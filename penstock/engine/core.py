@@ -281,8 +281,9 @@ class EngineCore:
 
     def _go_on(self, released: Released) -> None:
         """Requests whose adapter has come, and those that it never will."""
-        for waiting, why in released.failed:
-            error = WorkerUnavailable(f"the adapter '{waiting.entry.name}' cannot be had: {why}")
+        for waiting, why in released.failed:  # The reason may name a file: it is for the log alone.
+            _log.info("the adapter '%s' cannot be had: %s", waiting.entry.name, why)
+            error = WorkerUnavailable(f"the adapter '{waiting.entry.name}' cannot be had")
             self._end_with(waiting.request.owner, waiting.request.message.request_id, error)
         for each in released.ready:
             owner, message = each.request.owner, each.request.message

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from queue import Empty, SimpleQueue
@@ -102,8 +103,10 @@ class KVCache:
 
     def commit_ahead(self) -> None:
         """From now on memory is committed before blocks in it are used. For a cache in main memory."""
-        self._ahead = _CommitAhead(self.tensor.data_ptr(), self.tensor.nbytes)
-        self._ahead.used_to(0)
+        with suppress(RuntimeError):  # No further thread may start: pages come when they are touched.
+            ahead = _CommitAhead(self.tensor.data_ptr(), self.tensor.nbytes)
+            ahead.used_to(0)
+            self._ahead = ahead
 
     def scratch(self, *shape: int) -> torch.Tensor:
         """Memory for what is read out of the cache, or goes into it."""
@@ -196,10 +199,9 @@ class _CommitAhead:
         self._num_bytes, self._asked = num_bytes, 0
         self._pieces: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         # The thread must not know this object: without references, it ends its thread.
-        self._thread = threading.Thread(
-            target=_commit, args=(address, self._pieces), name="kv-commit", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=_commit, args=(address, self._pieces), name="kv-commit", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def used_to(self, num_bytes: int) -> None:
         """So many of the first bytes are used, or were. Costs nothing where no further page is begun."""
@@ -212,8 +214,10 @@ class _CommitAhead:
             self._pieces.put((first, wanted))
 
     def __del__(self) -> None:
+        if (thread := getattr(self, "_thread", None)) is None:
+            return  # It could not start.
         self._pieces.put(None)
-        self._thread.join(END_S)  # The memory must not be given back under it.
+        thread.join(END_S)  # The memory must not be given back under it.
 
 
 def _commit(address: int, pieces: "SimpleQueue[tuple[int, int] | None]") -> None:

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import Registry, Worker
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.protocol.worker_parts import public
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
@@ -138,7 +139,8 @@ class AdapterKeeper:
         known = wanted.get(name)
         if known is not None and known != source:
             raise InvalidRequest(
-                f"The adapter '{name}' has already been loaded from {known.path}. Unload it first.",
+                f"The adapter '{name}' has already been loaded from {public(known.path, known.path)}. "
+                "Unload it first.",
                 param="lora_name",
             )
         if known is None and len(wanted) >= WANTED_MAX:

@@ -106,11 +106,14 @@ def read_quantization(given: Mapping[str, Any], where: str) -> Quantization:
 
 def _gptq(given: Mapping[str, Any], where: str) -> Quantization:
     _one_of(given.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"), where, "checkpoint_format")
+    overrides = given.get("dynamic")
+    each = cast(Mapping[str, Any], overrides).values() if isinstance(overrides, Mapping) else ()
+    settings = [given, *(cast(Mapping[str, Any], some) for some in each if isinstance(some, Mapping))]
     return Quantization(
         method="gptq",
         bits=_width(given.get("bits"), where, "bits"),
         group=_group(given.get("group_size", -1), where),
-        symmetric=given.get("sym", True) is True,
+        symmetric=all(some.get("sym", True) is True for some in settings),
         zeros_less_one=given.get("checkpoint_format", "gptq") != "gptq_v2",
         mixed=bool(given.get("dynamic")),
     )

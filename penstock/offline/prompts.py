@@ -96,8 +96,7 @@ class PromptMaker:
                 made = self._chats_of(self.template.replaced(source))
             except (jinja2.TemplateSyntaxError, CheckpointError) as error:
                 raise _wrong(str(error), "chat_template") from error
-            if given is not None:
-                given[1].template.close()
+            # Another thread may still wait for the one before, whose process ends with its last reference.
             self._given = given = (source, made)
         return given[1]
 
@@ -136,28 +135,39 @@ class PromptMaker:
             InvalidRequest: they are no messages, or the template refuses them.
             Unsupported: they hold what is no text.
         """
-        if isinstance(messages, str) or not isinstance(messages, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
-            raise _wrong(f"expected a list of messages, got {type(messages).__name__}", "messages")
-        found: list[Message] = _converted(list(messages), list[Message], "messages")
-        check_messages(found)
-        for i, message in enumerate(found):
-            if isinstance(message.content, list) and any(
-                part.type in MEDIA_TYPES for part in message.content
-            ):
-                raise Unsupported(f"messages[{i}] holds media: the engine reads text.", param="messages")
-        tools = _converted(list(options.tools), list[ToolSpec], "tools") if options.tools else None
-        check_tools(tools)
-        extra = dict(options.chat_template_kwargs or {})
-        if taken := sorted(_TEMPLATE_OWN & extra.keys()):
-            raise _wrong(f"may not set '{taken[0]}'", "chat_template_kwargs")
-        token_ids = self._chats_by(options.chat_template).token_ids(
-            msgspec.to_builtins(found),
-            tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
-            add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
-            extra=extra or None,
-            continues=options.continue_final_message,
-        )
+        token_ids = self._chats_by(options.chat_template).token_ids(**_arguments(messages, options))
         return PromptInput(self.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
+
+    def chat_text(self, messages: Sequence[MessageLike], options: ChatOptions) -> str:
+        """The text that the template makes of a conversation. May block.
+
+        Raises:
+            InvalidRequest, Unsupported: as `chat`.
+        """
+        return self._chats_by(options.chat_template).text(**_arguments(messages, options))
+
+
+def _arguments(messages: Sequence[MessageLike], options: ChatOptions) -> dict[str, Any]:
+    """Those of `ChatPrompts`, checked."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
+        raise _wrong(f"expected a list of messages, got {type(messages).__name__}", "messages")
+    found: list[Message] = _converted(list(messages), list[Message], "messages")
+    check_messages(found)
+    for i, message in enumerate(found):
+        if isinstance(message.content, list) and any(part.type in MEDIA_TYPES for part in message.content):
+            raise Unsupported(f"messages[{i}] holds media: the engine reads text.", param="messages")
+    tools = _converted(list(options.tools), list[ToolSpec], "tools") if options.tools else None
+    check_tools(tools)
+    extra = dict(options.chat_template_kwargs or {})
+    if taken := sorted(_TEMPLATE_OWN & extra.keys()):
+        raise _wrong(f"may not set '{taken[0]}'", "chat_template_kwargs")
+    return {
+        "messages": msgspec.to_builtins(found),
+        "tools": [msgspec.to_builtins(tool) for tool in tools] if tools else None,
+        "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+        "extra": extra or None,
+        "continues": options.continue_final_message,
+    }
 
 
 def check_prompt(given: object) -> None:

@@ -75,5 +75,6 @@ class ModelTokenizer:
             chat_template=chat_template,
             chat_template_kwargs=kwargs,
         )
-        made = self._prompts.chat(conversation, options)
-        return list(made.token_ids) if tokenize else made.text or ""
+        if not tokenize:
+            return self._prompts.chat_text(conversation, options)
+        return list(self._prompts.chat(conversation, options).token_ids)

@@ -8,6 +8,7 @@ number out of range (a NaN, an id that fits no tensor) would end its process and
 
 import math
 from collections.abc import Iterator, Sequence
+from urllib.parse import unquote
 
 import msgspec
 
@@ -59,6 +60,17 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter",
     """It must have this one; empty: any."""
     is_wanted: bool = False
     """A request for it will come: one that is known and not in memory is read again."""
+
+
+def public(path: str, words: str) -> str:
+    """The words about an adapter without the secrets of its address: a signature, a password."""
+    authority, _, query = path.partition("://")[2].partition("#")[0].partition("?")
+    user = authority.partition("/")[0].rpartition("@")[0]
+    # Where there is no port, the client takes the characters behind the last colon for one.
+    parts = (user, unquote(user), user.rpartition(":")[2], unquote(user).rpartition(":")[2]) if user else ()
+    for secret in (f"?{query}" if query else "", *(f"{part}@" for part in parts)):
+        words = words.replace(secret, "") if secret else words
+    return words
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):

@@ -196,8 +196,7 @@ class AdapterPool(Generic[R]):
         """
         entry = self._known.get(name)
         if entry is None or entry.error:
-            why = "" if entry is None else f": {entry.error}"
-            raise WorkerUnavailable(f"the worker does not serve the adapter '{name[:64]}'{why}")
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{name[:64]}'")
         if digest and entry.digest and digest != entry.digest:
             raise WorkerUnavailable(f"the worker's adapter '{name[:64]}' is another one")
         self._waiting.append(Waiting(key, request, arrived_ns, entry))

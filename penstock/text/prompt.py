@@ -256,6 +256,28 @@ class ChatPrompts:
         except RecursionError:
             raise InvalidRequest("the messages nest too deeply", param="messages") from None
 
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> str:
+        """The text that the template makes of them; may block.
+
+        Raises:
+            InvalidRequest: as `token_ids`.
+        """
+        values = template_values(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
+        )
+        if continues:
+            _mark_end(values["messages"][-1])
+        text = self.template.render_values(values)
+        return _up_to_mark(text) if continues else text
+
 
 def _mark_end(message: dict[str, Any]) -> None:
     """Mark where the text of a template's message ends."""

@@ -30,6 +30,12 @@ def gguf_inside(place: Path) -> None:
     (place / "model.safetensors").rename(place / "qwen3-q4_k_m.gguf")
 
 
+def gguf_beside_another(place: Path) -> None:
+    """As of a repository whose safetensors file is a part, or of another model."""
+    gguf_inside(place)
+    (place / "vision.safetensors").write_bytes(b"")
+
+
 def two_ggufs(place: Path) -> None:
     for name in ("qwen3-q4_k_m.gguf", "qwen3-q8_0.gguf", "mmproj-f16.gguf"):
         (place / name).write_bytes(b"GGUF\3\0\0\0")
@@ -65,6 +71,7 @@ def quantized(method: str) -> Callable[[Path], None]:
         (adapter, ("is an adapter (LoRA) of meta-llama/Llama-3.1-8B", "merge_and_unload", "vLLM")),
         (pickled, ("pytorch_model-00001-of-00001.bin, a pickle", "save_pretrained")),
         (gguf_inside, ("qwen3-q4_k_m.gguf: is a file, but not GGUF",)),
+        (gguf_beside_another, ("qwen3-q4_k_m.gguf: is a file, but not GGUF",)),
         (two_ggufs, ("holds 2 GGUF models: give one of them: qwen3-q4_k_m.gguf, qwen3-q8_0.gguf",)),
         (metas_layout, ("params.json", "config.json, *.safetensors")),
         (no_weights, ("has neither model.safetensors nor model.safetensors.index.json",)),

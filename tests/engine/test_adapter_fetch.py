@@ -128,6 +128,24 @@ def test_a_signature_and_a_password_are_in_no_message(web: tuple[str, Path], nam
     assert "cannot be read" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "http://me:s3cret@nohost.invalid/fr.zip?sig=a5bc",
+        "http://me:s3%63ret@nohost.invalid/fr?sig=a5bc",
+        "http://me:s3cret@[::1/fr?sig=a5bc",
+        "http://me:s3cret@ho\u2100st/fr?sig=a5bc",
+        f"http://me:s3cret@{'x' * 70}:80/fr?sig=a5bc",
+        "ftp://me:s3cret@host/fr?sig=a5bc",
+    ],
+)
+def test_a_secret_is_in_no_message_where_no_address_can_be_read(tmp_path: Path, path: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        AdapterFetcher(tmp_path).fetch(path)
+    assert "a5bc" not in str(refused.value)
+    assert "ret" not in str(refused.value).replace("directory", "")
+
+
 @pytest.mark.parametrize("path", ["http://[::1/fr", "http://127.0.0.1:x/fr", "~no-such-user-here/fr"])
 def test_what_is_no_address_is_said_to_be_none(tmp_path: Path, path: str) -> None:
     with pytest.raises(CheckpointError, match=r"no path or address|cannot be read"):

@@ -1,7 +1,10 @@
 """The cache's memory: pages are committed before a step needs them, and no earlier than that."""
 
 import ctypes
+import gc
 import mmap
+import sys
+import threading
 import time
 
 import pytest
@@ -77,3 +80,18 @@ def test_pages_that_were_skipped_are_not_committed_for_it(cache: KVCache) -> Non
     used = 401 * cache.tensor[0].nbytes
     wait_for(cache, used // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, cache.tensor.nbytes)
     assert not resident(cache, AHEAD_BYTES, 400 * cache.tensor[0].nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+
+
+def test_a_machine_without_another_thread_serves_all_the_same(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    unraisable = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    cache.commit_ahead()
+    cache.clear([0, 400])
+    gc.collect()
+    assert not unraisable

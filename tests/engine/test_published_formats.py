@@ -324,7 +324,7 @@ def test_layers_of_other_widths_are_read_by_their_tensors(tmp_path: Path) -> Non
     """GPTQModel's `dynamic`: other bits and groups for some layers, others left as they are."""
     quantized, twin = checkpoint(tmp_path, "gptq")
     wide, exact, dense = tmp_path / "wide", tmp_path / "exact", tmp_path / "dense"
-    quantize(dense, wide, exact, gptq(8, 16))
+    quantize(dense, wide, exact, gptq(8, 16, symmetric=False))
     others, plain = load_file(wide / "model.safetensors"), load_file(dense / "model.safetensors")
 
     def change(tensors: Tensors) -> Tensors:
@@ -332,7 +332,7 @@ def test_layers_of_other_widths_are_read_by_their_tensors(tmp_path: Path) -> Non
         kept |= {name: tensor for name, tensor in plain.items() if ".down_proj." in name}
         return kept | {name: tensor for name, tensor in others.items() if ".gate_proj." in name}
 
-    dynamic = {"+:.*gate_proj": {"bits": 8, "group_size": 16}, "-:.*down_proj": {}}
+    dynamic = {"+:.*gate_proj": {"bits": 8, "group_size": 16, "sym": False}, "-:.*down_proj": {}}
     rewritten(quantized, {"quantization_config": FORMATS["gptq"].config | {"dynamic": dynamic}}, change)
     (found, _), (right, _), (exactly, _) = (weights(each, frozenset()) for each in (quantized, twin, exact))
     expected = [exactly.take("0.gate_up")[:96], right.take("0.gate_up")[96:]]

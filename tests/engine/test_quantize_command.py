@@ -1,6 +1,7 @@
 """`penstock quantize`: its output loads and loses little, and interrupted work is taken up again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_interrupted_work_is_taken_up_again(
     assert not (output / "config.json").exists(), "an unfinished directory is no model"
     with pytest.raises(ConfigError, match="another model, format or text"):
         Quantizer(dense, output, "awq-int4", prompts())
+    (output / "layer-0007.safetensors").write_bytes(b"")  # Was joined, and not removed.
     errors = Quantizer(dense, output, "gptq-int4", prompts()).run(lambda _done, _total: None)
     assert len(errors) == 14
     assert rounded == [0, 1], "each once"
@@ -135,6 +137,38 @@ def test_interrupted_work_is_taken_up_again(
         Quantizer(output, tmp_path / "again", "int8", prompts())
     with pytest.raises(ConfigError, match="is not empty"):
         Quantizer(dense, output, "int8", prompts())
+
+
+def test_a_layer_that_was_not_whole_on_the_disk_is_rounded_again(dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    torn = output / "layer-0000.safetensors"
+
+    def interrupt(_done: int, _total: int) -> None:
+        if torn.is_file():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Quantizer(dense, output, "int8", prompts()).run(interrupt)
+    torn.write_bytes(torn.read_bytes()[:1000])
+    assert len(Quantizer(dense, output, "int8", prompts()).run(lambda _done, _total: None)) == 14
+    assert not torn.exists()
+
+
+def test_a_source_that_cannot_be_read_is_named(dense: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(dense, tmp_path / "source")
+    lost = source / "merges.txt"
+    copy = publish.shutil.copyfile
+
+    def copyfile(path: Path, to: Path) -> Path:
+        if path == lost:
+            raise PermissionError(13, "Permission denied", str(path))
+        return copy(path, to)
+
+    lost.write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish.shutil, "copyfile", copyfile)
+        with pytest.raises(ConfigError, match=r"source/merges\.txt: cannot be read: Permission denied"):
+            Quantizer(source, tmp_path / "out", "int8", prompts()).run(lambda _done, _total: None)
 
 
 def test_a_place_that_cannot_be_written_is_named(

@@ -60,3 +60,14 @@ def test_of_two_that_load_different_adapters_as_one_name_the_first_hears_at_once
         assert backend.reported[:2] == [("fr", "/one"), ("fr", "/two")]
 
     asyncio.run(check())
+
+
+def test_the_address_of_an_adapter_that_has_the_name_is_told_without_its_secrets() -> None:
+    async def check() -> None:
+        backend = LoadingBackend()
+        keeper = AdapterKeeper(fleet_of(CLOCK, {"m": backend}), Log(LogConfig(), CLOCK, stream=io.StringIO()))
+        keeper.adopt({"m": {"fr": "https://me:s3cret@host/fr?sig=a5bc"}})
+        with pytest.raises(InvalidRequest, match=r"loaded from https://host/fr\. Unload it first"):
+            await keeper.load("m", "fr", AdapterSource("/two"))
+
+    asyncio.run(check())

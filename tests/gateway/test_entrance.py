@@ -8,6 +8,8 @@ import pytest
 from plain_proxy import plain_proxy
 from tenant_keys import add
 
+from penstock.backends.base import Phase
+
 ADMIN_KEY, SCRAPE_KEY = "sk-admin-0123456789", "sk-scrape-0123456789"
 DRAIN = "/admin/workers/tiny-0/drain"
 CHAT = "/v1/chat/completions"
@@ -66,11 +68,13 @@ def with_keys(kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]
     path = tmp_path_factory.mktemp("keys") / "keys.jsonl"
     stored = {
         "tenant": add(path, tenant="acme").key,
+        "other": add(path, tenant="beta").key,
         "admin": add(path, tenant="ops", admin=True).key,
         "scraper": add(path, tenant="ops", scrape=True).key,
     }
     auth = {"admin_keys": (ADMIN_KEY,), "scrape_keys": (SCRAPE_KEY,), "keys_file": str(path)}
-    running = kit.RunningGateway(kit.replace(kit.make_config(trust_local=False), auth=auth))
+    config = kit.make_config(trust_local=False)
+    running = kit.RunningGateway(kit.replace(config, auth=auth, queue={"no_worker_wait_s": 0.0}))
     running.stored = stored
     yield running
     running.stop()
@@ -190,6 +194,26 @@ def test_ready_has_no_counters(kit, with_keys) -> None:
     assert before == after
     (model,) = after["models"]
     assert set(model) == {"name", "ready", "stage", "progress"}
+
+
+def test_why_a_model_is_down_is_the_operators_to_know(kit, with_keys) -> None:
+    why = "down: the worker exited (code 3): /srv/models/tiny/model.safetensors: not whole"
+    backend, workers = with_keys.backend, with_keys.registry.of("tiny")
+    info, workers.info = workers.info, None
+    with_keys.call(lambda: backend.show(Phase.LOST, why))
+    tenants = [with_keys.stored["tenant"], with_keys.stored["other"]]
+    asked = [("/v1/tokenize", {"prompt": "a"}), (CHAT, kit.chat(max_tokens=1))]
+    seen = [ask(kit, with_keys, path, body=body, key=key) for key in tenants for path, body in asked]
+    assert [status for status, _ in seen] == [503] * 4
+    assert seen[0][1]["error"]["message"] == "The model 'tiny' is not ready: down."
+    seen += [ask(kit, with_keys, path) for path in ("/ready", "/health")]
+    seen += [ask(kit, with_keys, "/status.json", key=key) for key in tenants]
+    assert not [answer for answer in seen if "/srv" in json.dumps(answer) or "code 3" in json.dumps(answer)]
+    assert {each["stage"] for _, answer in (seen[4], *seen[6:]) for each in answer["models"]} == {"down"}
+    assert ask(kit, with_keys, "/status.json", key=ADMIN_KEY)[1]["models"][0]["stage"] == why
+    assert ask(kit, with_keys, "/admin/workers", key=ADMIN_KEY)[1]["workers"][0]["stage"] == why
+    workers.info = info
+    with_keys.call(lambda: backend.show(Phase.READY, "ready"))
 
 
 def test_local_callers_that_are_trusted_must_not_be_pages_of_others(kit, gateway) -> None:

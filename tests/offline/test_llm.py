@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from lora_checkpoints import write_adapter_for
 from small_llm import SMALL
 
 from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Unsupported, WorkerUnavailable
 from penstock.offline import calls
 from penstock.offline import engine as engine_module
 from penstock.offline import llm as llm_module
+from penstock.offline.prompts import ChatOptions, PromptMaker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SPREAD = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
@@ -129,6 +132,16 @@ def test_prompts_that_a_script_makes_itself(llm: LLM) -> None:
     assert isinstance(text, str)
     assert tokenizer.encode(text) == ids
     assert tokenizer.decode(ids) == text != tokenizer.decode(ids, skip_special_tokens=True)
+    spaced = [{"role": "user", "content": "a <|im_end|>  b\u00a0"}]
+    shown = tokenizer.apply_chat_template(
+        spaced, tokenize=False, chat_template="{{ bos }}{{ messages[0].content }}\n{{ x }}", x="é"
+    )
+    assert shown == "a <|im_end|>  b\u00a0\né"
+    more = tokenizer.apply_chat_template(
+        [*chat, {"role": "assistant", "content": "It is"}], tokenize=False, continue_final_message=True
+    )
+    assert isinstance(more, str)
+    assert more.endswith("It is")
     prompts = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=ids)]
     (right,) = llm.chat(chat, params)
     assert all(output.outputs[0].text == right.outputs[0].text for output in llm.generate(prompts, params))
@@ -141,6 +154,20 @@ def test_prompts_that_a_script_makes_itself(llm: LLM) -> None:
     assert own.prompt == "What is the capital of France? Say:"
     with pytest.raises(InvalidRequest, match="Invalid 'chat_template'"):
         llm.chat(chat, params, chat_template="{% if %}")
+
+
+def test_templates_of_two_threads_do_not_end_each_other(mini: Path) -> None:
+    """Each in a process of its own, for what it does has no price here."""
+    source = "{% filter upper %}NAME {{ messages[0].content }}{% endfilter %}"
+    maker = PromptMaker(mini, SystemClock())
+    options = [ChatOptions(chat_template=source.replace("NAME", name)) for name in ("one", "two")]
+    with ThreadPoolExecutor(2) as pool:
+        said = [
+            pool.submit(maker.chat_text, [{"role": "user", "content": f"{i}"}], options[i % 2])
+            for i in range(6)
+        ]
+        assert [each.result() for each in said] == [f"{('ONE', 'TWO')[i % 2]} {i}" for i in range(6)]
+    maker.close()
 
 
 def test_structured_outputs_and_stop_strings(llm: LLM) -> None:

@@ -176,7 +176,7 @@ class EngineBackend:
                 the adapter that is asked for.
         """
         if self._link is None or not self._status.ready or self._draining:
-            raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+            raise WorkerUnavailable(f"the worker is not ready: {self._status.public_stage}")
         if self._link.is_clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
         if request.adapter:

@@ -160,7 +160,7 @@ class HttpBackend:
         if request.resumed and not moves:
             raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         if not self._status.ready or self._draining:
-            raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+            raise WorkerUnavailable(f"the worker is not ready: {self._status.public_stage}")
         if request.adapter and request.adapter not in self._status.adapters.served:
             raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
@@ -256,7 +256,7 @@ class HttpBackend:
         self._meters.odd(anomaly.value)
         self._complain(anomaly.value, detail)
         if anomaly is Anomaly.OTHER_MODEL:
-            self._down(Phase.REFUSED, detail)
+            self._down(Phase.REFUSED, f"refused: {detail}")
             self._probe_now.set()
 
     def lost(self, why: str, *, unreachable: bool) -> None:
@@ -274,7 +274,7 @@ class HttpBackend:
                 async with asyncio.timeout(self._config.probe_timeout_s):
                     await self._probe()
             except WrongWorker as error:
-                self._down(Phase.REFUSED, str(error))
+                self._down(Phase.REFUSED, f"refused: {error}")
             except ProbeFailed as error:
                 self._down(Phase.LOST, str(error))
             except TimeoutError:

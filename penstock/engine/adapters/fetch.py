@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import CheckpointError
 from penstock.models.adapters import CONFIG_BYTES_MAX, CONFIG_FILE, FILE_BYTES_MAX, WEIGHTS_FILE
+from penstock.protocol.worker_parts import public
 
 TIMEOUT_S = 30.0
 """Without a byte."""
@@ -62,9 +63,9 @@ class AdapterFetcher:
             if scheme in ("", "file"):
                 return Path(at.path if scheme else path).expanduser()
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: no path or address: {error}") from error
+            raise CheckpointError(public(path, f"{path}: no path or address: {error}")) from error
         if scheme not in ("http", "https", "s3"):
-            raise CheckpointError(f"{path}: expected a directory, http://, https:// or s3://")
+            raise CheckpointError(public(path, f"{path}: expected a directory, http://, https:// or s3://"))
         if self._cache is None:
             _sweep()
             self._cache = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
@@ -99,19 +100,6 @@ class AdapterFetcher:
             shutil.rmtree(self._cache, ignore_errors=True)
 
 
-def public(path: str, words: str) -> str:
-    """The words about an adapter without the secrets of its address: a signature, a password."""
-    try:
-        at = urlsplit(path)
-    except ValueError:
-        return words
-    user = at.netloc.rpartition("@")[0]
-    secrets = (f"?{at.query}" if at.query else "", f"{user}@" if user else "")
-    for secret in filter(None, secrets):
-        words = words.replace(secret, "")
-    return words
-
-
 def _sweep() -> None:
     """Remove what processes of this user left behind that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -135,7 +123,14 @@ def _write(source: Open, target: Path, what: str, clock: Clock) -> None:
                 if clock.now_ns() > until_ns:
                     raise CheckpointError(f"{what}: has not come whole in {FETCH_S_MAX:g} s")
                 file.write(chunk)
-    except (OSError, EOFError, http.client.HTTPException, zipfile.BadZipFile, tarfile.TarError) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        http.client.HTTPException,
+        zipfile.BadZipFile,
+        tarfile.TarError,
+    ) as error:
         raise CheckpointError(f"{what}: cannot be read: {error}") from error
 
 

@@ -13,7 +13,6 @@ from threading import Thread
 from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
-from penstock.engine.adapters.fetch import public
 from penstock.engine.adapters.pauses import GivenUp, Pauses
 from penstock.errors import PenstockError
 from penstock.protocol.worker import Submit
@@ -23,6 +22,7 @@ from penstock.protocol.worker_parts import (
     LoadAdapter,
     UnloadAdapter,
     WorkerAdapters,
+    public,
 )
 from penstock.schedule.adapters import AdapterPool, InMemory, PooledAdapter
 from penstock.schedule.adapters import Released as PoolReleased

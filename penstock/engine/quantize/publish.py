@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -206,7 +206,6 @@ class Quantizer:
         self._write(_part_name(numbers), stored)
         self._state.parts.append(_part_name(numbers))
         self._state.layers.clear()
-        self._state.layers.clear()
         self._write_state()
         for i in numbers:
             (self._output / _layer_name(i)).unlink(missing_ok=True)
@@ -278,6 +277,8 @@ class Quantizer:
 
     def _finish(self) -> None:
         """The files beside the weights; `config.json` comes last, since it makes the directory a model."""
+        for path in self._output.glob("layer-*.safetensors"):  # Work was interrupted after they were joined.
+            path.unlink()
         for path in self._directory.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in (*_NOT_COPIED, "README.md")):
                 shutil.copyfile(path, self._output / path.name)
@@ -400,8 +401,8 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
                 f"{output}: holds work that was begun with another model, format or text; delete it, or give "
                 f"another --output"
             )
-        state.parts = [name for name in state.parts if (output / name).is_file()]
-        state.layers = [i for i in state.layers if (output / _layer_name(i)).is_file()]
+        state.parts = [name for name in state.parts if _is_whole(output / name)]
+        state.layers = [i for i in state.layers if _is_whole(output / _layer_name(i))]
         return state
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output}: is a file; give --output another name")
@@ -414,9 +415,16 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
     return state
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether the file can be read: the machine may have stopped before it was on the disk."""
+    with suppress(OSError, SafetensorError), cast(Any, safe_open)(str(path), framework="pt"):
+        return True
+    return False
+
+
 @contextmanager
 def _writing(output: Path) -> Generator[None]:
-    """Trouble with the disk as an error that names the directory; finished parts are taken up again.
+    """Trouble with the disk as an error that names the place; finished parts are taken up again.
 
     Raises:
         ConfigError: there is no place, or no permission.
@@ -425,8 +433,10 @@ def _writing(output: Path) -> Generator[None]:
         yield
     except (OSError, SafetensorError) as error:
         why = error.strerror or error if isinstance(error, OSError) else error
+        place = (isinstance(error, OSError) and (error.filename2 or error.filename)) or output  # Of two, to.
+        does = "written" if Path(place).is_relative_to(output) else "read"
         raise ConfigError(
-            f"{output}: cannot be written: {why}; the same command continues behind the parts that are there"
+            f"{place}: cannot be {does}: {why}; the same command continues behind the parts that are there"
         ) from error
 
 

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
+from penstock.backends.base import public_stage
 from penstock.clock import NS_PER_S
 from penstock.errors import Forbidden, InvalidRequest
 from penstock.fleet.members import Members
@@ -107,7 +108,7 @@ def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> M
         status = HealthStatus.DOWN
     else:
         status = HealthStatus.DEGRADED
-    reasons = [f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong]
+    reasons = [f"{worker.id} is {worker.state}: {public_stage(worker.stage)}" for worker in wrong]
     reasons += [f"{worker_id} is left alone: {why}" for worker_id, why in left_alone.items()]
     return ModelHealth(name=workers.name, status=status, reasons=tuple(reasons[:REASONS_MAX]))
 
@@ -385,10 +386,8 @@ class Inspect:
     ) -> tuple[int, ...]:
         pool, prompt = self._services.tokenize, request.prompt
         if prompt is not None:
-            special = request.add_special_tokens is not False
-            return await pool.run(
-                num_bytes, lambda: model.tokenizer.encode(prompt, add_special_tokens=special)
-            )
+            extra = request.add_special_tokens is not False
+            return await pool.run(num_bytes, lambda: model.tokenizer.encode(prompt, add_special_tokens=extra))
         if request.messages is None:
             raise InvalidRequest("Give exactly one of 'prompt' and 'messages'.", param="prompt")
         return await render(
@@ -452,7 +451,7 @@ def _line(worker: Worker) -> WorkerLine:
 def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
     ready, progress = status.ready or model.workers.is_expected, _progress(status.done, status.total)
-    return ModelReadiness(name=model.name, ready=ready, stage=status.stage, progress=progress)
+    return ModelReadiness(name=model.name, ready=ready, stage=status.public_stage, progress=progress)
 
 
 def _progress(done: int, total: int) -> float | None:

@@ -315,7 +315,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 def _not_ready(model: ServedModel) -> WorkerUnavailable:
-    return WorkerUnavailable(f"The model '{model.name}' is not ready: {model.workers.summary().stage}.")
+    return WorkerUnavailable(
+        f"The model '{model.name}' is not ready: {model.workers.summary().public_stage}."
+    )
 
 
 class WakeCalls:

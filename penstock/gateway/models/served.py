@@ -159,7 +159,8 @@ class ServedModel:
         """
         info = self.workers.info
         if info is None:  # Once one was ready, requests wait in the queue.
-            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {self.workers.summary().stage}.")
+            stage = self.workers.summary().public_stage
+            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {stage}.")
         return info
 
     def card(self) -> ModelCard:
