@@ -92,10 +92,12 @@ _EVENTS_MIN = 100
 class Gaps:
     """Of one worker."""
 
-    __slots__ = ("_faded_ns", "_longest_ns", "_num")
+    __slots__ = ("_faded_ns", "_longest_ns", "num_events")
 
     def __init__(self) -> None:
-        self._num = self._longest_ns = 0
+        self.num_events = 0
+        """So many are known of. Such as come too soon to be a gap are counted here and nowhere else."""
+        self._longest_ns = 0
         self._faded_ns = 0
         """Up to when the longest gap has faded."""
 
@@ -103,11 +105,11 @@ class Gaps:
         """Of a stream, `num_events` came so long after the one before them: how long it may be silent now; at
         most as the configuration says.
         """
-        self._num += num_events
+        self.num_events += num_events
         if now_ns - self._faded_ns >= NS_PER_S:
             self._fade(now_ns)
         self._longest_ns = max(self._longest_ns, gap_ns)
-        if self._num < _EVENTS_MIN:
+        if self.num_events < _EVENTS_MIN:
             return limit_ns
         bound_ns = FACTOR * self._longest_ns
         return limit_ns if bound_ns > limit_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, limit_ns)

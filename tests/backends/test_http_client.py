@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
-from penstock.backends.http.client import HttpClient
+from penstock.backends.http.client import HttpClient, HttpExchange
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.http.terms import (
     Deadlines,
@@ -430,3 +430,19 @@ def test_trailers_are_no_part_of_the_head() -> None:
         assert b"x-late" not in head.headers
 
     asyncio.run(check())
+
+
+def test_events_that_come_too_soon_to_be_a_gap_are_known_of() -> None:
+    """A fast worker's answers may end before any of its gaps is long enough to be looked at."""
+
+    async def seen() -> Gaps:
+        client = HttpClient(HttpAddress.parse("http://127.0.0.1:9"), HttpLimits(), SystemClock())
+        for _ in range(12):
+            exchange = HttpExchange(client, b"", Listener())
+            for _ in range(16):
+                exchange.touch()
+        return client.gaps
+
+    gaps = asyncio.run(seen())
+    assert gaps.num_events >= 12 * 15
+    assert gaps.after(SystemClock().now_ns(), 0, 0, MOST_NS) == MIN_NS

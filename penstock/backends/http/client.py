@@ -53,8 +53,8 @@ class HttpExchange:
 
     __slots__ = (
         "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
-        "_num_untold", "_over", "_sent_ns", "_touched_ns", "_what", "handler", "held_ns", "num_bytes",
-        "request", "take_chunk",
+        "_over", "_sent_ns", "_touched_ns", "_what", "handler", "held_ns", "num_bytes", "request",
+        "take_chunk",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
@@ -66,7 +66,7 @@ class HttpExchange:
         self.take_chunk: Callable[[bytes], bool] | None = None
         """Set by a handler that can take a read which is one chunk of one event, framing and all; False: it
         is not like those before it, and nothing was done."""
-        self._client, self._held_since_ns, self._touched_ns, self._num_untold = client, 0, 0, 0
+        self._client, self._held_since_ns, self._touched_ns = client, 0, 0
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._sent_ns, self._fresh, self._over, self._what = 0, False, False, ""
@@ -79,11 +79,11 @@ class HttpExchange:
         client = self._client
         now_ns = client.now_ns()
         if now_ns - self._touched_ns < client.soon_ns:
-            self._num_untold += num_events  # No gap worth knowing of, and the deadline is far.
+            client.gaps.num_events += num_events  # No gap worth knowing of, and the deadline is far.
             return
         gap_ns = now_ns - self._touched_ns if self._touched_ns else 0
-        num_events += self._num_untold - (not self._touched_ns)
-        self._touched_ns, self._num_untold = now_ns, 0
+        num_events -= not self._touched_ns
+        self._touched_ns = now_ns
         deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
         self._deadline_ns = deadline_ns
         if deadline_ns < client.deadlines.looks_ns:
