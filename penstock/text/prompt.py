@@ -238,11 +238,9 @@ class ChatPrompts:
             InvalidRequest: the template refuses the messages, fails on them, or takes too much for them.
             RanAway: the template has to run in a process of its own, and `may_block` is false.
         """
-        values = template_values(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
+        values = _values(
+            messages, tools, extra, add_generation_prompt=add_generation_prompt, continues=continues
         )
-        if continues:
-            _mark_end(values["messages"][-1])
         markers, as_json = None if trusted else self._markers, encoded(values)
 
         def render(values: Mapping[str, Any]) -> str:
@@ -270,13 +268,26 @@ class ChatPrompts:
         Raises:
             InvalidRequest: as `token_ids`.
         """
-        values = template_values(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
+        values = _values(
+            messages, tools, extra, add_generation_prompt=add_generation_prompt, continues=continues
         )
-        if continues:
-            _mark_end(values["messages"][-1])
         text = self.template.render_values(values)
         return _up_to_mark(text) if continues else text
+
+
+def _values(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    add_generation_prompt: bool,
+    continues: bool,
+) -> dict[str, Any]:
+    """`template_values`; where the prompt ends within the last message, its end is marked."""
+    values = template_values(messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
+    if continues:
+        _mark_end(values["messages"][-1])
+    return values
 
 
 def _mark_end(message: dict[str, Any]) -> None:
