@@ -494,8 +494,8 @@ class HttpStream:
         first_ns = self._first_ns or now_ns
         held_ns = 0 if exchange is None else exchange.held_ns
         return believed(
-            self._reported or NOT_REPORTED, counted or self._counted(), prefill_ns=first_ns - self._started_ns,
-            decode_ns=max(0, now_ns - first_ns - held_ns),
+            self._reported or NOT_REPORTED, counted or self._counted(),
+            prefill_ns=first_ns - self._started_ns, decode_ns=max(0, now_ns - first_ns - held_ns),
         )  # fmt: skip
 
     def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
