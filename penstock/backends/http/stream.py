@@ -293,8 +293,7 @@ class HttpStream:
             self._corrupt(f"an event cannot be read: {error}")
             return
         self._take(piece)
-        if piece.text or piece.token_ids:
-            self._envelopes.learn(event, piece)
+        self._envelopes.learn(event, piece)
 
     def _take_alike(self, piece: Piece) -> None:
         """Nothing but ids, or text, of events like one that was looked at."""
@@ -439,8 +438,8 @@ class HttpStream:
         counted = self._counted()
         if not close and (odd := oddity(self._reported, counted, self._finish)) is not None:
             self._owner.noted(*odd)
-        usage = self._usage(counted)
-        self._end(Finish(reason=self._finish, usage=usage, stop=self._stopped_by), close=close)
+        end = Finish(reason=self._finish, usage=self._usage(counted), stop=self._stopped_by)
+        self._end(end, close=close)
 
     def _break(self, why: str) -> None:
         """No more will come: a good end if all had come already, else an error."""
@@ -470,8 +469,7 @@ class HttpStream:
             self._owner.noted(Anomaly.NO_STREAM, why)
             self.fail(WorkerUnavailable(f"the worker {why}"))
             return
-        if self._status != 200:
-            said = msgspec.structs.replace(said, status=self._status)
+        said = said if self._status == 200 else msgspec.structs.replace(said, status=self._status)
         self.fail(error_of(said, headers=self._headers, has_output=False))
 
     def _end(self, finish: Finish, *, close: bool) -> None:
