@@ -35,7 +35,7 @@ _NUMBERS = re.compile(rb'"token_ids": ?\[([0-9, ]*+)\]')
 _TRIAL_TEXT, _TRIAL_IDS = "\u2192 a trial", (7, 11)
 _IN_EVENT = msgspec.json.encode(_TRIAL_TEXT), b"7,11"
 _DATA = b"data: "
-"""What an event's line begins with, as a rule: the space may be missing."""
+"""The beginning of an event's line, as a rule: the space may be missing."""
 
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(str).decode_lines
