@@ -83,8 +83,8 @@ def test_a_client_whose_heads_differ_is_given_up() -> None:
     assert last.again(request()) is None
 
 
-def status_of(raw) -> int:
-    """The status of the next answer, which is read whole."""
+def answer_of(raw) -> tuple[int, str]:
+    """The status of the next answer, and what it says if it is an error."""
     got = raw.read_until(b"\r\n\r\n")
     head, _, body = got.partition(b"\r\n\r\n")
     length = next(
@@ -92,7 +92,16 @@ def status_of(raw) -> int:
     )
     while len(body) < length:
         body += raw.socket.recv(65536)
-    return int(head.split()[1])
+    status = int(head.split()[1])
+    return status, "" if status == 200 else json.loads(body)["error"]["message"]
+
+
+def asked(raw, data: bytes) -> tuple[int, str]:
+    """The answer to a request; a machine that is too busy for its worker's probes answers 503 for a while."""
+    for _ in range(50):
+        if (answer := answer_of(raw.send(data)))[0] != 503:
+            break
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -112,10 +121,8 @@ def test_a_changed_request_is_answered_as_on_a_new_connection(gateway, kit, chan
     good = kit.post("/v1/chat/completions", kit.chat(max_tokens=1))
     fresh, used = kit.Raw(gateway), kit.Raw(gateway)
     for _ in range(2):
-        used.send(good)
-        assert status_of(used) == 200
-    statuses = [status_of(each.send(change(good))) for each in (fresh, used)]
-    assert statuses[0] == statuses[1]
+        assert asked(used, good) == (200, "")
+    assert asked(used, change(good)) == asked(fresh, change(good))
     fresh.close()
     used.close()
 
@@ -123,10 +130,10 @@ def test_a_changed_request_is_answered_as_on_a_new_connection(gateway, kit, chan
 def test_a_request_in_pieces_and_a_pipelined_one(gateway, kit) -> None:
     good, raw = kit.post("/v1/chat/completions", kit.chat(max_tokens=1)), kit.Raw(gateway)
     raw.send(good)
-    assert status_of(raw) == 200
+    assert answer_of(raw) == (200, "")
     for byte in good:
         raw.send(bytes([byte]))
-    assert status_of(raw) == 200
+    assert answer_of(raw) == (200, "")
     answers = raw.send(good + good).read_all()
     assert answers.count(b"HTTP/1.1 200") == 1, "the second is not served"
     assert b"connection: close" in answers.lower()
@@ -142,7 +149,7 @@ def test_keys_on_one_connection(start, kit, tmp_path) -> None:
     raw = kit.Raw(running)
     for key in (one.key, one.key, other.key, one.key, other.key):
         raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=1), key=key))
-        assert status_of(raw) == 200
+        assert answer_of(raw) == (200, "")
     recent = [each.tenant for each in running.gateway._services.recent.latest(5)]
     assert [str(tenant) for tenant in recent] == ["other", "acme", "other", "acme", "acme"]
     edit_keys(path, lambda keys: ([revoke(k, 1) if k.id == other.record.id else k for k in keys], None))
