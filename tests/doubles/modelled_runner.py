@@ -1,8 +1,7 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-`modelled_worker` starts worker processes that name it (`runner=RUNNER`, the repository on PYTHONPATH), for
-bench/sim/fidelity.py and tests/doubles/modelled_load.py. The model is in the environment, as JSON of
-`Modelled`: `environment` writes it.
+`modelled_worker` starts worker processes that name it (`runner=RUNNER`), for modelled_load.py and
+bench/sim/fidelity.py. The model is in the environment, as JSON of `Modelled`: `environment` writes it.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"
-RUNNER = "bench.sim.modelled_runner:build_runner"
+RUNNER = "modelled_runner:build_runner"
 VOCAB_SIZE = 16_384
 FIRST_TOKEN = 300
 SPIN_NS = 1_000_000
@@ -67,9 +66,9 @@ class Modelled(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 1
     """So many token ids from the first on are what answers are made of, one after the other."""
 
-    def environment(self, *paths: str) -> dict[str, str]:
-        """This process's environment, for a worker that models this and imports from `paths` first."""
-        path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    def environment(self) -> dict[str, str]:
+        """This process's environment, for a worker that models this."""
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         return {**os.environ, VARIABLE: msgspec.json.encode(self).decode(), "PYTHONPATH": path}
 
 
