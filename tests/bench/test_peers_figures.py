@@ -58,7 +58,9 @@ def test_a_goal_against_peers_asks_for_a_ratio_to_the_best_of_them(rate: float, 
 def test_a_goal_without_peers_is_a_bound_on_our_own_figure() -> None:
     runs = [a_run("ours bf16")]
     bounds = {READY: 5.0, GAPS: 1.5}
-    found = {name: judge(Goal(model="28m", figure=name, at_most=most), runs) for name, most in bounds.items()}
+    found = {
+        name: judge(Goal(model="28m", figure=name, at_most=bound), runs) for name, bound in bounds.items()
+    }
     found[PREFIX] = judge(Goal(model="28m", figure=PREFIX, at_least=10.0), runs)
     met = {name: verdict is not None and verdict.met for name, verdict in found.items()}
     assert met == {READY: True, GAPS: False, PREFIX: True}
