@@ -218,10 +218,7 @@ def reading_s(folder: Path) -> float:
 
 def host_time_verdicts() -> tuple[Verdict, ...]:
     """The scheduler's own goals, measured before any server is started."""
-    return tuple(
-        judge_host_time(rows, [ns / 1e6 for ns in map(sum, zip(*time_rows(rows), strict=True))])
-        for rows in HOST_TIME_MS
-    )
+    return tuple(judge_host_time(rows, [ns / 1e6 for ns in time_rows(rows)]) for rows in HOST_TIME_MS)
 
 
 def requests_of(model: str, callers: int, args: argparse.Namespace) -> int:
