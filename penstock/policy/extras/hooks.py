@@ -33,7 +33,6 @@ from penstock.policy.contracts import Health
 from penstock.policy.estimates import AMOUNT_MAX, QuantileWindow, nearest_rank
 from penstock.policy.flow import Abort, GiveUp, RequestFacts, Start, State
 from penstock.policy.queueing.capacity import uncached_tokens
-from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.request import Request
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -291,7 +290,7 @@ class AttemptClock(Extra):
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
         model_queue, worker = request.model_queue, request.worker
-        if request.first_output_ns < 0 and request.hedge is None and _is_external(model_queue, worker):
+        if request.first_output_ns < 0 and request.hedge is None and _is_external(request, worker):
             ttft_ns = now_ns - request.dispatched_ns
             self._firsts.took(model_queue.route, worker, uncached_tokens(request), ttft_ns)
 
@@ -356,7 +355,7 @@ class AttemptClock(Extra):
     def _watch(self, now_ns: int, request: Request, worker: WorkerId, attempt: int) -> None:
         """Bound an attempt that begins, or runs alone from now on."""
         model_queue = request.model_queue
-        if request.first_output_ns >= 0 or not _is_external(model_queue, worker):
+        if request.first_output_ns >= 0 or not _is_external(request, worker):
             return
         doubt_ns = self._health.doubt_ns(model_queue.route, worker)
         bound_ns = self._firsts.bound_ns(model_queue.route, worker, uncached_tokens(request), doubt_ns)
@@ -393,6 +392,6 @@ def _deadline_ns(request: Request) -> int:
     return request.arrived_ns + first_token_ns if first_token_ns else 0
 
 
-def _is_external(model_queue: ModelQueue, worker: WorkerId) -> bool:
-    capacity = model_queue.workers.get(worker)
+def _is_external(request: Request, worker: WorkerId) -> bool:
+    capacity = request.model_queue.workers.get(worker)
     return capacity is not None and capacity.view.is_external
