@@ -20,7 +20,6 @@ from penstock.gateway.dispatch.guests import guest_of
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
-from penstock.gateway.tracing import RequestTrace
 from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
@@ -269,7 +268,7 @@ class Dispatcher:
         try:
             exchange, headers = reply.exchange, ()
             if exchange.trace is not None:
-                headers = _trace_headers(now_ns, request, exchange.trace, start, worker)
+                headers = _trace_headers(now_ns, request, reply, start, worker)
             if start.is_hedge:
                 ((stream, sink),) = reply.streams
                 stream = _attempt(stream, start, headers, None)
@@ -428,8 +427,10 @@ def _migration(worker: Worker, streams: Streams) -> str:
     return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"
 
 
-def _trace_headers(now_ns: int, request: Request, trace: RequestTrace, start: Start, worker: Worker) -> Pairs:
+def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start, worker: Worker) -> Pairs:
     """An attempt begins: what its request carries of its trace. Engines of ours make no spans."""
+    trace = reply.exchange.trace
+    assert trace is not None, f"{request.id} is traced"
     kind = "first"
     if start.attempt > 1:
         kind = "hedge" if start.is_hedge else "migration" if request.has_begun else "retry"
