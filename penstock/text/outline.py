@@ -112,7 +112,7 @@ class Outline:
 
 
 class _Kind(IntEnum):
-    """What the value of an expression may have of the messages' texts. The larger of two holds for both."""
+    """The part that messages' texts may have in a value. The larger of two holds for both."""
 
     FIXED = 0
     """Nothing: it is the same for all chats of one form."""
