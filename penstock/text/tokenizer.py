@@ -188,6 +188,14 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
+    def filled(self) -> "GenerationDefaults":
+        """With OpenAI's defaults where this says nothing."""
+        said = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(_OPENAI, **said)
+
+
+_OPENAI = GenerationDefaults(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+
 
 class _ModelPart(msgspec.Struct, frozen=True):
     """Without its vocabulary."""
@@ -483,7 +491,7 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
 def stop_token_ids(tokenizer: Tokenizer, more: Iterable[int], *, ignores_eos: bool) -> tuple[int, ...]:
     """The model's own tokens that end an answer, unless they are ignored, and `more`; each once."""
     ends = () if ignores_eos else tokenizer.eos_ids
-    return tuple(dict.fromkeys((*ends, *more)))
+    return tuple(dict.fromkeys((*ends, *more))) if more else tuple(ends)
 
 
 _PROBE = "The 17 quick brown foxes jumped; λ = 0.5 µm, naïve café, 日本語, 🦊!\n\tdef f(x): return x**2"

@@ -116,6 +116,8 @@ class Routes:
         orders: Orders,
     ) -> None:
         generate, responses, vectors, around = answers
+        self.at_once = frozenset((generate.chat, generate.completions))
+        """Those that as a rule end without waiting, and await `begun.in_task` where they may have to."""
         adapters, nights, costs, rollouts, scaling = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
