@@ -50,14 +50,13 @@ async def _rest(work: Coroutine[Any, Any, None], waits_for: object) -> None:
 @coroutine
 def _driven(work: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, object, None]:
     """Go on with what waits already."""
-    while True:
-        try:
-            came = yield waits_for
-        except BaseException as error:  # noqa: BLE001 - it is the coroutine's.
-            step = work.throw, error
-        else:
-            step = work.send, came
-        try:
-            waits_for = step[0](step[1])  # pyright: ignore[reportArgumentType]
-        except StopIteration:
-            return
+    try:
+        while True:
+            try:
+                came = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - it is the coroutine's.
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(came)
+    except StopIteration:
+        return

@@ -21,9 +21,10 @@ from penstock.text.tokenizer import GenerationDefaults
     [(None, None, 1.0), (None, 1.05, 1.05), (1.0, 1.05, 1.0), (0.5, None, 0.5)],
 )
 def test_repetition_penalty(asked: float | None, default: float | None, expected: float) -> None:
-    tokenizer = types.SimpleNamespace(defaults=GenerationDefaults(repetition_penalty=default), eos_ids=(1,))
+    defaults = GenerationDefaults(repetition_penalty=default).filled()
+    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(eos_ids=(1,)), defaults=defaults)
     request = ChatRequest(model="m", messages=[], repetition_penalty=asked)
-    found = sampling(types.SimpleNamespace(tokenizer=tokenizer), request, max_tokens=4, logprobs=None, seed=0)
+    found = sampling(model, request, max_tokens=4, logprobs=None, seed=0)
     assert found.repetition_penalty == expected
 
 
@@ -60,12 +61,13 @@ class Tokens:
 
 def test_bad_words_are_tokenized_once_for_all_choices() -> None:
     tokens = Tokens()
-    caller = types.SimpleNamespace(cache_salt=b"", fairness_key="", tenant=types.SimpleNamespace(weight=1))
+    caller = types.SimpleNamespace(tenant=types.SimpleNamespace(weight=1, cache_salt=b"", fairness_key=""))
     job = Job(
         exchange=types.SimpleNamespace(),
         caller=caller,
         model=types.SimpleNamespace(
             tokenizer=tokens,
+            defaults=GenerationDefaults().filled(),
             public_prefixes=types.SimpleNamespace(num_tokens_of=lambda _: 0),
             workers=types.SimpleNamespace(adapter_digests={}),
         ),
