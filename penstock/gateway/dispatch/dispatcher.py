@@ -334,6 +334,8 @@ class Dispatcher:
             reply.fail(error)
         if self.control.is_due:  # Else nothing waits for the room that it leaves.
             self._dispatch_soon()
+        elif (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
+            asyncio.get_running_loop().call_soon(pace.learn)
 
     # --- inside ----------------------------------------------------------------------------------
 
