@@ -43,10 +43,10 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
-from penstock.gateway.begun import Begun
 from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
+from penstock.gateway.http.begun import Begun
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s

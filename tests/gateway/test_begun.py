@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from penstock.gateway.begun import Begun, in_task
+from penstock.gateway.http.begun import Begun, in_task
 
 Work = Callable[[], Coroutine[object, object, None]]
 

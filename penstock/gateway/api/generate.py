@@ -37,7 +37,7 @@ from penstock.gateway.api.job import (
 )
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.shadow import copy_of
-from penstock.gateway.begun import in_task
+from penstock.gateway.http.begun import in_task
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (

@@ -15,7 +15,7 @@ wait only for each other; the metrics and the log say which model that is, and w
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -411,7 +411,8 @@ def sampling(
     """Sampling parameters of one choice, open ones filled in. Tokenizes `bad_words`: other choices get copies
     with their own seeds.
     """
-    open_, rare = cast("Any", model.defaults), type(request) not in _COMMON
+    open_: Any = model.defaults
+    rare = type(request) not in _COMMON
     top_p = open_.top_p if request.top_p is None else request.top_p
     top_k = max(0, open_.top_k if request.top_k is None else request.top_k)
     repetition = request.repetition_penalty
