@@ -188,14 +188,6 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
-    def filled(self) -> "GenerationDefaults":
-        """With OpenAI's defaults where this says nothing."""
-        said = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return msgspec.structs.replace(_OPENAI, **said)
-
-
-_OPENAI = GenerationDefaults(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-
 
 class _ModelPart(msgspec.Struct, frozen=True):
     """Without its vocabulary."""

@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import InvalidRequest
 from penstock.gateway.api.job import NO_HINTS, Job, requests_of, shaped
 from penstock.gateway.models.prepare import check_sampling, sampling
+from penstock.gateway.models.served import filled
 from penstock.protocol.needs import NO_CONSTRAINT
 from penstock.protocol.openai import ChatRequest
 from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest
@@ -21,7 +22,7 @@ from penstock.text.tokenizer import GenerationDefaults
     [(None, None, 1.0), (None, 1.05, 1.05), (1.0, 1.05, 1.0), (0.5, None, 0.5)],
 )
 def test_repetition_penalty(asked: float | None, default: float | None, expected: float) -> None:
-    defaults = GenerationDefaults(repetition_penalty=default).filled()
+    defaults = filled(GenerationDefaults(repetition_penalty=default))
     model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(eos_ids=(1,)), defaults=defaults)
     request = ChatRequest(model="m", messages=[], repetition_penalty=asked)
     found = sampling(model, request, max_tokens=4, logprobs=None, seed=0)
@@ -67,7 +68,7 @@ def test_bad_words_are_tokenized_once_for_all_choices() -> None:
         caller=caller,
         model=types.SimpleNamespace(
             tokenizer=tokens,
-            defaults=GenerationDefaults().filled(),
+            defaults=filled(GenerationDefaults()),
             public_prefixes=types.SimpleNamespace(num_tokens_of=lambda _: 0),
             workers=types.SimpleNamespace(adapter_digests={}),
         ),

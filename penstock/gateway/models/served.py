@@ -119,6 +119,15 @@ def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
     return min(start, length)
 
 
+_OPENAI = GenerationDefaults(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+
+
+def filled(defaults: GenerationDefaults) -> GenerationDefaults:
+    """A model's defaults, with OpenAI's where they say nothing."""
+    said = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+    return msgspec.structs.replace(_OPENAI, **said)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServedModel:
     """One model: who computes it, and how its text becomes tokens."""
@@ -150,7 +159,7 @@ class ServedModel:
         ids = (self.tokenizer.token_id(mark) for mark in self.reasoning or ())
         is_special = any(token_id in self.tokenizer.special_ids for token_id in ids)
         object.__setattr__(self, "has_special_marks", is_special)
-        object.__setattr__(self, "defaults", self.tokenizer.defaults.filled())
+        object.__setattr__(self, "defaults", filled(self.tokenizer.defaults))
         prompts = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
         object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 
