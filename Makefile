@@ -142,11 +142,10 @@ simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against
 	@$(DEV)
 	@$(BIN)/python -m bench.sim.gate $(ARGS)
 
-simulate-record:  ## after a policy changed: the gate's baseline, the figures and plots of docs/testing-overload.md (minutes)
+simulate-record:  ## after a policy changed: the gate's baseline, the figures of docs/testing-overload.md (minutes)
 	@$(DEV)
 	@$(BIN)/python -m bench.sim.gate --update
 	@$(BIN)/python -m bench.sim.scenarios --json docs/results/sim-scenarios.json
-	@$(BIN)/python -m bench.sim.plots
 
 simulate-nightly:  ## two thousand seeds with drawn failures, each checked, and every scenario on 50 seeds (hours)
 	@$(DEV)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -100,6 +100,11 @@ def installed(venv: Path, packages: Iterable[str]) -> dict[str, str]:
 Value = TypeVar("Value")
 
 
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 class Spread(NamedTuple):
     """Of the rounds of one figure."""
 
@@ -108,7 +113,7 @@ class Spread(NamedTuple):
     limit: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.least:.3g} to {self.limit:.3g})"
+        return f"{short(self.median)} ({short(self.least)} to {short(self.limit)})"
 
     def rounded(self, digits: int = 4) -> dict[str, float]:
         """For a result file."""
@@ -189,58 +194,6 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"measured": measured(versions), **result}, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
-
-
-def extend_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Add to what earlier calls of the same bench wrote there: a question in parts of some minutes each.
-
-    `earlier_parts` says how the others were measured, and which of the file's figures each of them gave
-    (`gave`). A figure is replaced whole; a part of which nothing is left is gone.
-    """
-    if path is None:
-        return
-    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    parts: list[dict[str, Any]] = before.pop("earlier_parts", [])
-    last = before.pop("measured", None)
-    old, new = figures(before), figures(json.loads(json.dumps(result)))
-    if last is not None:
-        gave = _names(old).difference(*(part["gave"] for part in parts))
-        parts.append({name: last[name] for name in ("command", "date", "commit")} | {"gave": sorted(gave)})
-    kept = {at: figure for at, figure in old.items() if not any(_overlap(at, other) for other in new)}
-    parts = [part | {"gave": sorted(_names(kept).intersection(part["gave"]))} for part in parts]
-    earlier = [part for part in parts if part["gave"]]
-    write_result(path, {**({"earlier_parts": earlier} if earlier else {}), **_nested({**kept, **new})})
-
-
-Place = tuple[str, ...]
-
-
-def figures(found: Mapping[str, Any], at: Place = ()) -> dict[Place, Any]:
-    """The figures of a result by where they stand: objects that hold only objects are headings."""
-    flat: dict[Place, Any] = {}
-    for name, value in found.items():
-        is_heading = isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
-        flat |= figures(value, (*at, name)) if is_heading and value else {(*at, name): value}
-    return flat
-
-
-def _names(flat: Mapping[Place, Any]) -> set[str]:
-    return {" / ".join(at) for at in flat}
-
-
-def _overlap(one: Place, other: Place) -> bool:
-    """Whether one of them is the other, or stands in it."""
-    return all(mine == theirs for mine, theirs in zip(one, other, strict=False))
-
-
-def _nested(flat: Mapping[Place, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for at, value in flat.items():
-        inner = found
-        for name in at[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[at[-1]] = value
-    return found
 
 
 def _git(*arguments: str) -> str:

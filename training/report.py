@@ -2,7 +2,7 @@
 
 Fills the part of `docs/demo-models.md` between its markers, and each model's card, from `scores.json`, from
 the facts that training left in `training/facts.json`, and from the last figures of
-`bench/engine/quantized_demo.py`.
+`training/quantized.py`.
 """
 
 from __future__ import annotations

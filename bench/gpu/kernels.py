@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu.ceilings import copy_rate, gemm_rate, void
-from bench.gpu.common import Bench, Report, shape
+from bench.gpu.common import Bench, Report, checked, shape
 from bench.gpu.steps import Case, Rows, case
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.ops import AttentionLayer, Ops
@@ -26,15 +27,7 @@ MIXED: Rows = [(0, 200), (1024, 1), (77, 33), (511, 1), (300, 16), (15, 1), (200
 def run(bench: Bench, report: Report) -> None:
     ops = bench.ops()
     report.put("ops", ops.name)
-    checks: dict[str, Any] = {}
-    for name, check in CHECKS.items():
-        try:
-            checks[name] = check(bench, ops)
-        except Exception as error:  # noqa: BLE001 One kernel's failure is a finding.
-            checks[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
-        report.put("checks", checks)
-    wrong = [name for name, found in checks.items() if not found["ok"]]
-    report.put("summary", f"{len(checks)} checks, wrong: {', '.join(wrong) or 'none'}")
+    wrong = checked(report, {name: partial(check, bench, ops) for name, check in CHECKS.items()})
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     figures: dict[str, Any] = {}
@@ -49,8 +42,7 @@ def run(bench: Bench, report: Report) -> None:
         }
         report.put("figures", figures)
     report.put("flashinfer", flashinfer(bench, ops))
-    if wrong:
-        report.put("error", f"kernels that differ from their twins: {', '.join(wrong)}")
+    report.fail_if(wrong)
 
 
 # --- against the twins ------------------------------------------------------------------------------

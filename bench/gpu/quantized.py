@@ -1,18 +1,16 @@
 """Products with quantized weights: each kernel against its twin, then its time by rows, beside the dense
-product and the weight made dense first. With TILES=1 in the environment also by tile shape, which takes a
-minute: that is how `gpu/triton_ops.py` came to its own.
+product and the weight made dense first.
 """
 
-import os
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu.ceilings import copy_rate, gemm_rate, void
-from bench.gpu.common import Bench, Report, shape
+from bench.gpu.common import Bench, Report, checked, shape
 from bench.gpu.kernels import attend, check_attend, compare, random
 from bench.gpu.steps import Rows
 from penstock.engine.gpu.packed import (
@@ -23,40 +21,15 @@ from penstock.engine.gpu.packed import (
     packed,
     rounded,
 )
-from penstock.engine.gpu.triton_ops import Tiles, TritonMatrixOps
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 
 FLOAT8 = torch.float8_e4m3fn
-TILES = tuple(
-    Tiles(outputs, 16, warps, stages, splits)
-    for outputs, warps, stages in ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 6))
-    for splits in (1, 2, 4, 8)
-)
-"""For up to 16 rows."""
-WIDE = {
-    64: (
-        Tiles(64, 64, 4, 4, 1), Tiles(64, 64, 4, 4, 2), Tiles(64, 64, 4, 4, 4), Tiles(128, 64, 8, 4, 2),
-        Tiles(128, 64, 8, 3, 1),
-    ),
-    128: (
-        Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 8, 3, 1), Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2),
-    ),
-}  # fmt: skip
-"""By rows."""
 
 
 @torch.inference_mode()
 def run(bench: Bench, report: Report) -> None:
     ops = bench.ops().matrices
-    checks: dict[str, Any] = {}
-    for name, check in CHECKS.items():
-        try:
-            checks[name] = check(bench, ops)
-        except Exception as error:  # noqa: BLE001 One kernel's failure is a finding.
-            checks[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:700]}
-        report.put("checks", checks)
-    wrong = [name for name, found in checks.items() if not found["ok"]]
-    report.put("summary", f"{len(checks)} checks, wrong: {', '.join(wrong) or 'none'}")
+    wrong = checked(report, {name: partial(check, bench, ops) for name, check in CHECKS.items()})
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     spec = shape("llama-3-8b", tiny=bench.tiny)
@@ -65,14 +38,10 @@ def run(bench: Bench, report: Report) -> None:
     shapes = {
         "qkv": (qkv, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
     }  # fmt: skip
-    if isinstance(ops, TritonMatrixOps):
-        for bits in (4, 8) if "TILES" in os.environ else ():
-            report.put(f"tiles of int{bits}", sweep(bench, ops, shapes, bits, rates["copy"]))
     report.put("attention", attention(bench))
     for name, size in shapes.items():
         report.put(name, by_form(bench, ops, size, rates))
-    if wrong:
-        report.put("error", f"differ from their twins: {', '.join(wrong)}")
+    report.fail_if(wrong)
 
 
 # --- weights ------------------------------------------------------------------------------------------
@@ -215,33 +184,6 @@ def seconds_of(bench: Bench, weights: list[Any], product: Callable[[Any], None])
             product(weight)
 
     return bench.seconds(all_weights, calls=2, repeats=5) / len(weights)
-
-
-def sweep(
-    bench: Bench, ops: TritonMatrixOps, shapes: dict[str, tuple[int, int]], bits: int, copy: float
-) -> dict[str, Any]:
-    """Microseconds by tile shape; of int4 in groups of 128 with zeros."""
-    found: dict[str, Any] = {}
-    for name, (n, k) in shapes.items():
-        weights = turns(bench, lambda n=n, k=k: packed_weight(bench, n, k, bits), n * k * bits // 8)
-        moved = sum(tensor.nbytes for tensor in weights[0].tensors)
-        found[name] = {"floor_us": round(moved / copy * 1e6, 2)}
-        for rows, all_tiles in ((1, TILES), *WIDE.items()):
-            x = random(bench, rows, k, seed=1)
-            out = torch.empty(rows, n, dtype=bench.dtype, device=bench.device)
-            times: list[tuple[float, str]] = []
-            for tiles in all_tiles:
-                ops.tiles = tiles
-
-                def product(weight: PackedWeight, x: Tensor = x, out: Tensor = out) -> None:
-                    ops.multiply(x, weight, None, out)
-
-                took = seconds_of(bench, weights, product)
-                times.append((round(took * 1e6, 2), " ".join(str(value) for value in asdict(tiles).values())))
-            found[name][str(rows)] = [f"{took} us: {tiles}" for took, tiles in sorted(times)]
-        ops.tiles = None
-        del weights
-    return found
 
 
 def attention(bench: Bench) -> dict[str, Any]:

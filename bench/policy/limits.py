@@ -3,9 +3,9 @@ with leases.
 
     python -m bench.policy.limits [--requests 20000] [--rounds 7] [--json FILE]
 
-Beside each figure stands its ratio to a bare loop that does for each request what no limiter can do without:
-one dictionary look-up, one object with four fields, and two integer comparisons. The share of limits in a
-whole request's CPU is measured by `bench/relay/peers.py --features`.
+The ratio is to a bare loop that does for each request what no limiter can do without: one dictionary look-up,
+one object with four fields, and two integer comparisons. The share of limits in a whole request's CPU is
+measured by `bench/relay/peers.py --features`.
 """
 
 import time
@@ -25,23 +25,20 @@ from penstock.types import TenantId
 
 TENANTS = [
     Tenant(
-        id=TenantId(f"t{i}"),
-        requests_per_minute=10**7,
-        tokens_per_minute=10**9,
-        concurrent_max=1000,
-        budget_day_micros=10**12,
-        budget_month_micros=10**13,
+        id=TenantId(f"t{i}"), requests_per_minute=10**7, tokens_per_minute=10**9, concurrent_max=1000,
+        budget_day_micros=10**12, budget_month_micros=10**13,
     )
     for i in range(100)
-]
+]  # fmt: skip
 EMPTY = Tenant(id=TenantId("empty"), requests_per_minute=1, tokens_per_minute=10**9)
-STEP_NS = 100 * NS_PER_US
-Work = Callable[[int], int]
-"""Number of requests -> nanoseconds of CPU that they took."""
+STEP_NS, KEPT_NS = 100 * NS_PER_US, 10 * NS_PER_MS
+BARE, LIMITS, BUDGET = "bare loop", "reserve + headers + settle", "a budget: reserve + slice + settle"
+Request = Callable[[int, int, Tenant], object]
+"""One request: its number, the time, its tenant."""
 
 
 class Bare:
-    """The objects made for each request in the bare loop."""
+    """The object made for each request in the bare loop."""
 
     __slots__ = ("a", "b", "c", "d")
 
@@ -49,139 +46,127 @@ class Bare:
         self.a, self.b, self.c, self.d = a, b, c, d
 
 
-def bare(num_requests: int) -> int:
-    table = {tenant.id: Bare(0, 0, 10**18, 0) for tenant in TENANTS}
-    start = time.process_time_ns()
-    for i in range(num_requests):
-        use = table[TENANTS[i % 100].id]
+def bare() -> Request:
+    uses = {tenant.id: Bare(0, 0, 10**18, 0) for tenant in TENANTS}
+
+    def one(i: int, _: int, tenant: Tenant) -> None:
+        use = uses[tenant.id]
         if use.a < use.c and use.b < use.c:
             Bare(i, i, i, i)
-    return time.process_time_ns() - start
+
+    return one
 
 
-def limiter_of(kind: str) -> tuple[Limiter, Callable[[int], None]]:
-    """A limiter, and what its keeper would do every ten milliseconds (counted in)."""
-    if kind == "alone":
-        return Limiter(LimitsConfig()), lambda now_ns: None
-    config = SharedConfig()
-    leases, table = Leases(config), LeaseTable(config)
+class Leased:
+    """Leases of a store that is in this process, renewed every ten milliseconds as their keeper would."""
 
-    def keep(now_ns: int) -> None:
-        leases.look_for_idle(now_ns)
-        leases.granted(now_ns, table.lease(now_ns, "g", leases.asks(now_ns)))
-
-    return Limiter(LimitsConfig(), leases.make_bucket), keep
-
-
-def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
-    """Reserve, headers where wanted, renewals, settle."""
-
-    def work(num_requests: int) -> int:
-        limiter, keep = limiter_of(kind)
-        now_ns = kept_ns = 0
-        start = time.process_time_ns()
-        for i in range(num_requests):
-            now_ns += STEP_NS
-            if now_ns - kept_ns > 10 * NS_PER_MS:
-                keep(now_ns)
-                kept_ns = now_ns
-            tenant = TENANTS[i % 100]
-            reservation = limiter.reserve(now_ns, tenant, 500, 200)
-            assert isinstance(reservation, LimitReservation)
-            for done in range(renewals):
-                reservation.renew(now_ns, 200 + 256 * done + 1)
-            if headers:
-                limiter.headers(now_ns, tenant)
-            reservation.settle(now_ns, 650)
-        return time.process_time_ns() - start
-
-    return work
-
-
-def budgets(kind: str) -> Work:
-    """Reserve the price of a request, with another slice of its answer, and settle."""
-
-    def work(num_requests: int) -> int:
+    def __init__(self) -> None:
         config = SharedConfig()
-        leases, table = Leases(config, process="p") if kind == "leased" else None, LeaseTable(config)
-        money = TenantBudgets(BudgetsConfig(), wall_offset_ns=0, leases=leases)
-        now_ns = kept_ns = num_refused = 0
-        start = time.process_time_ns()
-        for i in range(num_requests):
-            now_ns += STEP_NS
-            tenant = TENANTS[i % 100]
-            waits = money.lacks(now_ns, tenant, 2000)
-            if leases is not None and (waits or now_ns - kept_ns > 10 * NS_PER_MS):
-                leases.look_for_idle(now_ns)
-                leases.granted(now_ns, table.lease(now_ns, "g", leases.asks(now_ns)))
-                kept_ns = now_ns
-            if money.reserve(now_ns, tenant, 2000) is not None:
-                num_refused += 1
-                continue
-            money.renew(now_ns, tenant.id, 2000, 3000)
-            money.settle(now_ns, tenant.id, 3000, 2500)
-        taken_ns = time.process_time_ns() - start
-        assert not num_refused, f"{num_refused} requests were refused"
-        return taken_ns
+        self.leases, self._table, self._kept_ns = Leases(config, process="p"), LeaseTable(config), 0
 
-    return work
+    def keep(self, now_ns: int, *, at_once: bool = False) -> None:
+        if at_once or now_ns - self._kept_ns > KEPT_NS:
+            self.leases.look_for_idle(now_ns)
+            self.leases.granted(now_ns, self._table.lease(now_ns, "g", self.leases.asks(now_ns)))
+            self._kept_ns = now_ns
 
 
-def refusals(num_requests: int) -> int:
+def limits(*, headers: bool = True, renewals: int = 0, leased: bool = False) -> Request:
+    """Reserve, headers where wanted, renewals, settle."""
+    store = Leased() if leased else None
+    limiter = Limiter(LimitsConfig(), store.leases.make_bucket) if store else Limiter(LimitsConfig())
+
+    def one(_: int, now_ns: int, tenant: Tenant) -> None:
+        if store is not None:
+            store.keep(now_ns)
+        reservation = limiter.reserve(now_ns, tenant, 500, 200)
+        assert isinstance(reservation, LimitReservation)
+        for done in range(renewals):
+            reservation.renew(now_ns, 200 + 256 * done + 1)
+        if headers:
+            limiter.headers(now_ns, tenant)
+        reservation.settle(now_ns, 650)
+
+    return one
+
+
+def budgets(*, leased: bool = False) -> Request:
+    """Reserve the price of a request, with another slice of its answer, and settle."""
+    store = Leased() if leased else None
+    money = TenantBudgets(BudgetsConfig(), wall_offset_ns=0, leases=store.leases if store else None)
+
+    def one(_: int, now_ns: int, tenant: Tenant) -> None:
+        lacks = money.lacks(now_ns, tenant, 2000)
+        if store is not None:
+            store.keep(now_ns, at_once=bool(lacks))
+        assert money.reserve(now_ns, tenant, 2000) is None, "it was refused"
+        money.renew(now_ns, tenant.id, 2000, 3000)
+        money.settle(now_ns, tenant.id, 3000, 2500)
+
+    return one
+
+
+def refusals() -> Request:
     limiter = Limiter(LimitsConfig())
     limiter.reserve(0, EMPTY, 1, 1)
-    start = time.process_time_ns()
-    for i in range(num_requests):
-        limiter.reserve(i, EMPTY, 500, 200, request_id="chatcmpl-0123456789abcdef00000001")
-    return time.process_time_ns() - start
+    return lambda i, _, __: limiter.reserve(
+        i, EMPTY, 500, 200, request_id="chatcmpl-0123456789abcdef00000001"
+    )
 
 
-def lengths(num_requests: int) -> int:
+def lengths() -> Request:
     known = OutputLengths(LimitsConfig())
-    start = time.process_time_ns()
-    for i in range(num_requests):
-        tenant = TENANTS[i % 100].id
-        known.expect(tenant, "m", 4096)
-        known.observe(tenant, "m", i * 7919 % 1500)
-    return time.process_time_ns() - start
+
+    def one(i: int, _: int, tenant: Tenant) -> None:
+        known.expect(tenant.id, "m", 4096)
+        known.observe(tenant.id, "m", i * 7919 % 1500)
+
+    return one
 
 
-WORKS: dict[str, Work] = {
-    "bare loop": bare,
-    "reserve + settle": life("alone", headers=False),
-    "reserve + headers + settle": life("alone", headers=True),
-    "the same, 4 renewals": life("alone", headers=True, renewals=4),
-    "reserve + headers + settle, leases and store": life("leased", headers=True),
-    "a budget: reserve + slice + settle": budgets("alone"),
-    "the same, leases and store included": budgets("leased"),
+KINDS: dict[str, Callable[[], Request]] = {
+    BARE: bare,
+    "reserve + settle": lambda: limits(headers=False),
+    LIMITS: limits,
+    "the same, 4 renewals": lambda: limits(renewals=4),
+    "reserve + headers + settle, leases and store": lambda: limits(leased=True),
+    BUDGET: budgets,
+    "the same, leases and store included": lambda: budgets(leased=True),
     "a refusal": refusals,
     "expect + observe a length": lengths,
 }
 
 
-def us_per_request(requests: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of CPU, by work and round."""
-    per_request = requests * NS_PER_US
-    return in_turns(rounds, {name: lambda w=work: w(requests) / per_request for name, work in WORKS.items()})
+def us_per_request(make: Callable[[], Request], num_requests: int) -> float:
+    """Microseconds of CPU."""
+    one, now_ns = make(), 0
+    start = time.process_time_ns()
+    for i in range(num_requests):
+        now_ns += STEP_NS
+        one(i, now_ns, TENANTS[i % 100])
+    return (time.process_time_ns() - start) / num_requests / NS_PER_US
+
+
+def times(requests: int, rounds: int) -> dict[str, list[float]]:
+    """By kind and round."""
+    kinds = {name: lambda make=make: us_per_request(make, requests) for name, make in KINDS.items()}
+    return in_turns(rounds, kinds)
 
 
 def measure(rounds: int) -> dict[str, Spread]:
     """For the ratchet: times the bare loop."""
-    times = us_per_request(5_000, rounds)
-    return {
-        name: ratio(times[name], times["bare loop"])
-        for name in ("reserve + headers + settle", "a budget: reserve + slice + settle")
-    }
+    found = times(5_000, rounds)
+    return {name: ratio(found[name], found[BARE]) for name in (LIMITS, BUDGET)}
 
 
 def main() -> None:
     parser = command_line(__doc__, rounds=7)
     parser.add_argument("--requests", type=int, default=20_000)
     args = parser.parse_args()
-    times = us_per_request(args.requests, args.rounds)
-    rows = [(name, spread(took), ratio(took, times["bare loop"])) for name, took in times.items()]
+    found = times(args.requests, args.rounds)
+    rows = [(name, spread(took), ratio(took, found[BARE])) for name, took in found.items()]
     print(table(("per request", "us of CPU", "x bare"), rows))
-    write_result(args.json, {"requests": args.requests, "us_per_request": times})
+    write_result(args.json, {"requests": args.requests, "us_per_request": found})
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ log: {{access: false}}
 """Without what smg lacks: keys, ledger, access log."""
 OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2, "penstock.http.bare": 1, "penstock.vllm": 1}
 """Ours in front of the upstream, and how many gateway processes it has; `@PYTHON` behind a name runs it with
-another build of the same Python version. "penstock.vllm" asks in vLLM's dialect, and gets token ids."""
+another Python. "penstock.vllm" asks in vLLM's dialect, and gets token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,16 @@ class Place:
     key: str
 
 
+def python_path(tree: Path, python: str = "") -> str:
+    """PYTHONPATH for a source tree under this Python: another build of this version borrows our packages, one
+    of another version has its own.
+    """
+    asked = (python or sys.executable, "-c", "import sys; print(*sys.version_info[:2])")
+    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    borrows = version == [str(each) for each in sys.version_info[:2]]
+    return f"{tree}:{sysconfig.get_paths()['purelib']}" if borrows else str(tree)
+
+
 def command_of(gateway: str, place: Place) -> list[str]:
     """How to start a gateway on `place.port`.
 
@@ -115,7 +125,7 @@ def command_of(gateway: str, place: Place) -> list[str]:
     kind, _, python = gateway.partition("@")  # First: a path may have a dash.
     if kind in OVER_HTTP:
         written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
-        found = f"PYTHONPATH={REPOSITORY}:{sysconfig.get_paths()['purelib']}"
+        found = f"PYTHONPATH={python_path(REPOSITORY, python)}"
         return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
     kind, _, off = gateway.partition("-")
     if kind == "penstock":

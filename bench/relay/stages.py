@@ -7,8 +7,8 @@ Shares of the main thread's time in Python and in what Python calls, by cProfile
 than they are: shares tell where to look, and `calls` (of functions, C's included) for each request are the
 same on every machine. The kernel's part, in `write` and in the event loop, is not told apart.
 
-With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python of
-the same version. CPU time of all threads, in short bursts that
+With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python,
+of this version or with Penstock's packages. CPU time of all threads, in short bursts that
 go to one and the other in turns (median of the ratios, with quartiles), and with `--instructions` those of
 the processor (valgrind's callgrind), which are the same however busy the machine is. Under valgrind requests
 come so slowly that what is done by the clock (learning, the pulse) counts with each, in both trees.
@@ -21,7 +21,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from argparse import Namespace
@@ -32,7 +31,7 @@ from pathlib import Path
 
 from bench.harness import command_line, table, write_result
 from bench.process import Process, build, free_port
-from bench.relay.gateways import HERE, OURS
+from bench.relay.gateways import HERE, OURS, python_path
 from bench.relay.peers import KEY, SHAPES, START_S, Shape, load, wait_answers
 
 PATIENCE_S = 400.0
@@ -94,7 +93,7 @@ def serving(
 def of_tree(tree: str) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a source tree's `penstock`."""
     python, _, path = tree.rpartition("@")
-    where = f"{Path(path).resolve()}:{sysconfig.get_paths()['purelib']}"
+    where = python_path(Path(path).resolve(), python)
     return [python or sys.executable, "-P", "-m", "penstock"], {"PYTHONPATH": where}
 
 

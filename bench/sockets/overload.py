@@ -2,28 +2,14 @@
 open-loop clients.
 
     python -m bench.sockets.overload [--loads 2,5,20] [--seconds 15] [--repeats 1] [--seed 1] [--json FILE]
-    python -m bench.sockets.overload --server DIR/.venv/bin/python ...    another build of the server,
-                                                                          measured by this same script
+    python -m bench.sockets.overload --server DIR/.venv/bin/python ...     another build of the server
 
-Goodput is requests per second that met both promises (TTFT and TPOT), also told as their output tokens per
-second. The promise is the default configuration's (`policy/admission/admit.py`): by band, and never less
-than `idle_factor` times what a request of that length takes on the idle machine, which is measured first. The
-server runs with its defaults.
-
-1. Idle: requests of each length class, one by one.
-2. Knee and peak: the same processes under rising load, from a third of what a closed loop gets out of them.
-   The knee is the highest offered rate at which at least 95 % of the requests offered were good. The search
-   ends after two rates in a row above it with no more goodput, then tries two rates between the last that
-   passed and the first that failed. The rate with most goodput is run once more, for longer; that is the
-   peak: the best of many short runs would be partly luck.
-3. Overload: 2, 5 and 20 times the knee. Tenants of three bands, prompts and answers of three lengths, Poisson
-   arrivals; loads count first attempts. Clients obey `Retry-After`; at 5 times also such as take no for an
-   answer, and such as come back at once.
-
-Goodput counts requests that ended in the last three quarters of the time. After each load the script waits
-until nothing is open any more, 30 s at most, and says how long the queue needed. The generator is a process
-of its own, and shares two cores with what it measures: it says how late it sent. Ctrl-C ends everything and
-keeps what was measured. About four minutes.
+Goodput is requests per second that met both promises (TTFT and TPOT) in the last three quarters of the time,
+also told as their output tokens. A promise is the default configuration's, by band, and never less than
+`idle_factor` times what a request of that length takes on the idle machine, which is measured first. Then the
+knee is searched, the highest offered rate at which 95 % of what is offered is good, and the rate with most
+goodput is run once more, for longer: the peak. Then multiples of the knee; docs/testing-overload.md says
+more. Loads count first attempts. Ctrl-C keeps what was measured. About four minutes.
 """
 
 import argparse
@@ -42,7 +28,7 @@ from typing import Any
 
 import uvloop
 
-from bench.harness import command_line, write_result
+from bench.harness import command_line, spread, table, write_result
 from bench.process import Served
 from bench.sockets.open_load import MANNERS, Asked, Kind, OpenLoad, Sender
 from penstock.bench.client import ApiAddress, Client, ClientLimits
@@ -72,7 +58,7 @@ KNEE = 0.95
 """Of the requests that are offered, how many are good up to the knee."""
 WARM_SHARE = 0.25
 """Of a load's time, what is not counted."""
-DRAIN_S, DRAIN_GOAL_S = 30.0, 10.0
+DRAIN_S = 30.0
 LATE_MS = 50.0
 """A generator whose p95 is later than this was a part of what it measured: a tenth of the promise to a first
 token."""
@@ -89,9 +75,10 @@ class Stack(Served):
             issued = api_keys.issue(int(time.time()), tenant=sender.name)
             edit_keys(file, lambda keys, issued=issued: ((*keys, issued.record), None))
             self._keys[sender.name] = issued.key
-        engine = {"threads": 1, "kv_memory_bytes": 512 << 20}
         config = {
-            "models": [{"path": model, "name": MODEL, "engine": engine}],
+            "models": [
+                {"path": model, "name": MODEL, "engine": {"threads": 1, "kv_memory_bytes": 512 << 20}}
+            ],
             "server": {"drain_timeout_s": 1, "processes": processes},
             "auth": {"keys_file": str(file)},
             "tenants": [{"id": sender.name, "band": sender.band} for sender in SENDERS],
@@ -130,30 +117,18 @@ class Judge:
         return asked.ok and self.promise(asked).is_kept(asked.ttft_ns, asked.tpot_ns)
 
 
-def spread(times_ns: list[int]) -> dict[str, float]:
-    """In milliseconds."""
+def milliseconds(times_ns: list[int]) -> dict[str, float]:
+    """Two percentiles; of nothing, nothing."""
     ordered = sorted(times_ns)
-    if not ordered:
-        return {}
-    return {
-        name: round(percentile(ordered, share) / NS_PER_MS, 1)
-        for name, share in (("p50", 0.5), ("p95", 0.95))
-    }
+    shares = {"p50": 0.5, "p95": 0.95} if ordered else {}
+    return {name: round(percentile(ordered, share) / NS_PER_MS, 1) for name, share in shares.items()}
 
 
-def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, object]:
-    """The results of the requests of one band, tenant or length class; `good` are those that ended in the
-    window.
-    """
-    answered = [each for each in asked if each.ok]
+def goodput(good: list[Asked], window_s: float) -> dict[str, float]:
+    """Of those that were good in the window: requests and tokens per second."""
     return {
-        "first_attempts": len(asked),
-        "answered": len(answered),
-        "goodput_rps": round(len(good) / window_s, 3),
-        "goodput_tps": round(sum(each.tokens for each in good) / window_s, 1),
-        "good_of_answered": round(len(good) / len(answered), 3) if answered else None,
-        "ttft_ms": spread([each.ttft_ns for each in answered]),
-        "tpot_ms": spread([each.tpot_ns for each in answered if each.tokens > 1]),
+        "goodput_rps": len(good) / window_s,
+        "goodput_tps": sum(each.tokens for each in good) / window_s,
     }
 
 
@@ -164,46 +139,38 @@ def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, Any]:
     window_s = seconds * (1 - WARM_SHARE)
     answered = [each for each in load.asked if each.ok]
     ended = [each for each in answered if from_ns <= each.end_ns < load.ended_ns]
-    is_good = {id(each) for each in answered if judge.is_good(each)}
-
-    good = [each for each in ended if id(each) in is_good]
+    good = [each for each in ended if judge.is_good(each)]
     offered = [each for each in load.asked if each.first_due_ns >= from_ns]
-
-    def of(key: Callable[[Asked], str]) -> dict[str, object]:
-        groups: dict[str, tuple[list[Asked], list[Asked]]] = {}
-        for number, asked in enumerate((load.asked, good)):
-            for each in asked:
-                groups.setdefault(key(each), ([], []))[number].append(each)
-        return {name: group(*groups[name], window_s) for name in sorted(groups)}
-
-    refused = [each for each in load.asked if each.status in {429, 503}]
     troubles = [each.trouble for each in load.asked if each.trouble]
     late = sorted(each.late_ns for each in load.asked)
+
+    def of_band(band: str) -> dict[str, Any]:
+        asked, ok = ([each for each in found if each.sender.band == band] for found in (load.asked, answered))
+        return {
+            "first_attempts": len(asked), "answered": len(ok),
+            **goodput([each for each in good if each.sender.band == band], window_s),
+            "ttft_ms": milliseconds([each.ttft_ns for each in ok]),
+            "tpot_ms": milliseconds([each.tpot_ns for each in ok if each.tokens > 1]),
+        }  # fmt: skip
+
     return {
         "offered_rps": round(rate, 3),
         "first_attempts": len(load.asked),
         "attempts": sum(each.attempts for each in load.asked),
         "left_out": load.left_out,
         "answered": len(answered),
-        "refused": len(refused),
         "refusals": sum(each.refusals for each in load.asked),
         "refusals_with_retry_after": sum(each.reported for each in load.asked),
-        "retry_after_s": spread(
-            [round(each.retry_after_s * NS_PER_S) for each in load.asked if each.reported]
-        ),
         "cut": sum(each.is_cut for each in load.asked),
         "troubles": {why: troubles.count(why) for why in sorted(set(troubles))[:8]},
-        "good_of_offered": sum(id(each) in is_good for each in offered) / max(1, len(offered)),
-        "goodput_rps": len(good) / window_s,
-        "goodput_tps": sum(each.tokens for each in good) / window_s,
+        "good_of_offered": sum(map(judge.is_good, offered)) / max(1, len(offered)),
+        **goodput(good, window_s),
         "throughput_rps": len(ended) / window_s,
         "throughput_tps": sum(each.tokens for each in ended) / window_s,
         "drain_s": drained_s(load),
-        "late_ms": {**spread(late), "max": round(late[-1] / NS_PER_MS, 1)} if late else {},
+        "late_ms": milliseconds(late),
         "generator_was_late": bool(late) and percentile(late, 0.95) > LATE_MS * NS_PER_MS,
-        "bands": of(lambda each: each.sender.band),
-        "tenants": of(lambda each: each.sender.name),
-        "lengths": of(lambda each: each.kind.name),
+        "bands": {band: of_band(band) for band in sorted({each.sender.band for each in load.asked})},
     }
 
 
@@ -231,7 +198,8 @@ class Point:
 async def find_knee(measure: Callable[[float], Awaitable[Point]], rate: float) -> float:
     """The highest rate at which `KNEE` of what is offered is good, from a rate on that should be below it.
 
-    If not even that is, lower ones are tried.
+    If not even that is, lower ones are tried. It ends after two rates in a row above the knee with no more
+    goodput, and tries some between the last that passed and the first that failed.
     """
     passed, failed, since, limit = 0.0, 0.0, 0, 0.0
     for _ in range(SEARCH_MAX):
@@ -260,76 +228,46 @@ class Measurement:
     def __init__(self, stack: Stack, args: argparse.Namespace, seed: int) -> None:
         self._stack, self._args, self._seed = stack, args, seed
         self._clients = stack.clients()
-        self.found: dict[str, Any] = {"seed": seed, "complete": False}
+        self.found: dict[str, Any] = {"seed": seed, "complete": False, "search": [], "overload": []}
         self._judge: Judge | None = None
 
     async def run(self) -> None:
         """Idle, peak, overload."""
         await self.idle()
-        capacity = await self.closed()
-        self.found["closed_loop_rps"] = capacity
+        self.found["closed_loop_rps"] = capacity = await self.closed()
         search: list[Point] = []
-        tried: list[dict[str, object]] = []
-        self.found["search"] = tried
 
         async def measure(rate: float) -> Point:
-            tried.append(found := await self.stretch("search", rate, "leaves", self._args.seconds * 0.6))
-            search.append(Point(rate, float(str(found["good_of_offered"])), float(str(found["goodput_rps"]))))
+            found = await self.stretch("search", rate, "leaves", self._args.seconds * 0.6)
+            self.found["search"].append(found)
+            search.append(Point(rate, found["good_of_offered"], found["goodput_rps"]))
             return search[-1]
 
-        knee = await find_knee(measure, SEARCH_FROM * capacity)
-        limit = max(search, key=lambda each: each.goodput)
-        best = await self.stretch("peak", limit.rate, "leaves", self._args.seconds * 1.5)
-        self.found |= {"knee_rps": knee, "best_of_search_rps": limit.goodput, "peak": best}
-        say(
-            f"knee: {knee:.2f} requests/s; peak: {best['goodput_rps']:.2f} requests/s met both promises "
-            f"({best['goodput_tps']:.0f} tok/s), at {limit.rate:.2f} offered"
-        )
-        points: list[dict[str, object]] = []
-        self.found["overload"] = points
-        for load in self._args.loads:
+        self.found["knee_rps"] = knee = await find_knee(measure, SEARCH_FROM * capacity)
+        rate = max(search, key=lambda each: each.goodput).rate
+        peak = self.found["peak"] = await self.stretch("peak", rate, "leaves", self._args.seconds * 1.5)
+        for load in map(float, self._args.loads.split(",")):
             for manners in MANNERS if load == 5 else ("obeys",):
                 result = await self.stretch(f"{load:g}x", load * knee, manners, self._args.seconds)
-                result["share_of_peak"] = {
-                    name: float(str(result[name])) / max(1e-9, float(str(best[name])))
-                    for name in ("goodput_rps", "goodput_tps")
+                shares = {
+                    name: result[name] / max(1e-9, peak[name]) for name in ("goodput_rps", "goodput_tps")
                 }
-                points.append({"load": load, "manners": manners, **result})
-                share = result["share_of_peak"]
-                say(
-                    f"    {share['goodput_rps']:.0%} of the peak in requests, {share['goodput_tps']:.0%} in "
-                    f"tokens"
-                )
+                point = {"load": load, "manners": manners, "share_of_peak": shares}
+                self.found["overload"].append(point | result)
         self.found["complete"] = True
 
     async def idle(self) -> Judge:
         """Find the times of requests alone, and so the promises here: `stretch` judges by them, too."""
-        admission = AdmissionConfig()
         idle = {kind.name: await self._alone(kind) for kind in KINDS}
         tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
         ttft_ns = {
             name: round(statistics.median(each.ttft_ns for each in found)) for name, found in idle.items()
         }
-        judge = Judge(admission, ttft_ns, tpot_ns)
-        promises = {
-            f"{sender.band}/{kind.name}": judge.promise(Asked(sender, kind, 0))
-            for sender in SENDERS
-            for kind in KINDS
-        }
-        self.found["idle_ms"] = {
-            "ttft": {name: ns / NS_PER_MS for name, ns in ttft_ns.items()},
-            "tpot": tpot_ns / NS_PER_MS,
-        }
-        self.found["promises_ms"] = {
-            name: {"ttft": each.ttft_ns / NS_PER_MS, "tpot": each.tpot_ns / NS_PER_MS}
-            for name, each in promises.items()
-        }
-        say(
-            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, "
-            f"TPOT {tpot_ns / NS_PER_MS:.1f} ms"
-        )
-        self._judge = judge
-        return judge
+        ms = {name: ns / NS_PER_MS for name, ns in ttft_ns.items()}
+        self.found["idle_ms"] = {"ttft": ms, "tpot": tpot_ns / NS_PER_MS}
+        say(f"idle, ms: {self.found['idle_ms']}")
+        self._judge = Judge(AdmissionConfig(), ttft_ns, tpot_ns)
+        return self._judge
 
     async def close(self) -> None:
         """Close the clients' connections."""
@@ -381,17 +319,10 @@ class Measurement:
         result = figures(load, self._judge, rate)
         result["generator_cpu"] = round((time.process_time() - cpu[0]) / spent_s, 3)
         result["gateway_cpu"] = round((self._stack.gateway_cpu_s() - cpu[1]) / spent_s, 3)
-        drain = "more than 30" if result["drain_s"] is None else f"{result['drain_s']:.1f}"
-        bands = ", ".join(
-            f"{band} {found['goodput_rps']:.2f}/s TTFT "
-            f"{found['ttft_ms'].get('p50', 0):.0f}/{found['ttft_ms'].get('p95', 0):.0f} ms"
-            for band, found in result["bands"].items()
-        )
         say(
-            f"{name} {manners}: offered {rate:.1f}/s, good {result['goodput_rps']:.2f}/s "
-            f"({result['goodput_tps']:.0f} tok/s) of {result['throughput_rps']:.2f}/s answered; {bands}; "
-            f"{result['refusals']} refusals; drained in {drain} s; sent late p95 "
-            f"{result['late_ms'].get('p95', 0):.0f} ms{' (TOO LATE)' if result['generator_was_late'] else ''}"
+            f"{run} offered: good {result['goodput_rps']:.2f}/s ({result['goodput_tps']:.0f} tok/s) of "
+            f"{result['throughput_rps']:.2f}/s; {result['refusals']} refusals; drained {result['drain_s']} s "
+            f"later; sent late {result['late_ms']}{' (TOO LATE)' if result['generator_was_late'] else ''}"
         )
         return result
 
@@ -401,82 +332,55 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def summary(repeats: list[dict[str, Any]]) -> dict[str, object]:
-    """Shares of the peak over the repetitions: median, least and most."""
-    shares: dict[str, dict[str, list[float]]] = {}
+def summary(repeats: list[dict[str, Any]]) -> str:
+    """Shares of the peak over the repetitions."""
+    points: dict[str, list[dict[str, Any]]] = {}
     for repeat in repeats:
-        for point in repeat.get("overload", ()):
-            each = shares.setdefault(
-                f"{point['load']:g}x {point['manners']}",
-                {"goodput_rps": [], "goodput_tps": [], "drain_s": []},
-            )
-            for name, share in point["share_of_peak"].items():
-                each[name].append(share)
-            each["drain_s"].append(DRAIN_S if point["drain_s"] is None else point["drain_s"])
-    return {
-        name: {
-            figure: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            for figure, values in found.items()
-        }
-        for name, found in shares.items()
-    }
+        for each in repeat["overload"]:
+            points.setdefault(f"{each['load']:g}x {each['manners']}", []).append(each)
+    rows = [
+        (
+            name, *(spread(each["share_of_peak"][key] for each in found) for key in goodput([], 1)),
+            spread(DRAIN_S if each["drain_s"] is None else each["drain_s"] for each in found),
+        )
+        for name, found in points.items()
+    ]  # fmt: skip
+    return table(("load, clients", "of the peak, requests", "tokens", "drained in, s"), rows)
+
+
+def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> None:
+    """One repetition with a server of its own. An interrupted one leaves its measurements, too."""
+
+    async def run(stack: Stack) -> None:
+        measurement = Measurement(stack, args, seed)
+        repeats.append(measurement.found)
+        try:
+            await measurement.run()
+        finally:
+            await measurement.close()
+
+    with (
+        tempfile.TemporaryDirectory(prefix="overload-") as name,
+        Stack(Path(name), args.server, args.model) as stack,
+    ):
+        uvloop.run(run(stack))
 
 
 def main() -> None:
-    """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument(
-        "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[2, 5, 20]
-    )
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each load (default: 15)")
+    parser.add_argument("--loads", default="2,5,20")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="penstock-demo")
-    parser.add_argument(
-        "--server", default=sys.executable, metavar="PYTHON", help="the interpreter whose penstock serves"
-    )
+    parser.add_argument("--server", default=sys.executable, metavar="PYTHON", help="whose penstock serves")
     args = parser.parse_args()
     repeats: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(args.repeats):
-            repeats.append(once(args, args.seed + number, repeats))
-    result: dict[str, Any] = {
-        "goals": GOALS,
-        "drain_goal_s": DRAIN_GOAL_S,
-        "summary": summary(repeats),
-        "repeats": repeats,
-    }
-    for name, found in result["summary"].items():
-        rps, tps, drain = (found[each] for each in ("goodput_rps", "goodput_tps", "drain_s"))
-        print(
-            f"{name}: {rps['median']:.0%} ({rps['min']:.0%} to {rps['max']:.0%}) of the peak in requests, "
-            f"{tps['median']:.0%} in tokens; drained in {drain['median']:.1f} s"
-        )
-    write_result(args.json, result)
-
-
-def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """One repetition with a server of its own. An interrupted one leaves its measurements in `repeats`."""
-    with tempfile.TemporaryDirectory(prefix="overload-") as name:
-        measurement: Measurement | None = None
-        with Stack(Path(name), args.server, args.model) as stack:
-
-            async def run() -> None:
-                nonlocal measurement
-                measurement = Measurement(stack, args, seed)
-                try:
-                    await measurement.run()
-                finally:
-                    await measurement.close()
-
-            try:
-                uvloop.run(run())
-            except KeyboardInterrupt:
-                if measurement is not None:
-                    repeats.append(measurement.found)
-                raise
-    assert measurement is not None
-    return measurement.found
+            once(args, args.seed + number, repeats)
+    print(summary(repeats))
+    write_result(args.json, {"goals": GOALS, "repeats": repeats})
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ class Request(Work):
     def longest_answer(self) -> int:
         """Tokens of the longest choice."""
         lengths = [usage.completion_tokens for usage in self.used_by_choice.values()]
-        return max(lengths) if lengths else 0
+        return max(lengths, default=0)
 
     def used(self) -> Usage:
         """Usage of all choices: every prompt once, every answer. Times are the first choice's."""

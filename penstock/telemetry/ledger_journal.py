@@ -169,11 +169,12 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
-        for request_id, make in self._slices.items():
-            frame = to_frame(_SLICE, encode(make()))
-            self._live[request_id].progress = frame
-            self._append(frame)
-        self._slices.clear()
+        if self._slices:
+            for request_id, make in self._slices.items():
+                frame = to_frame(_SLICE, encode(make()))
+                self._live[request_id].progress = frame
+                self._append(frame)
+            self._slices.clear()
         if not self._frames:
             return
         if self._is_old() and self._prepare():

@@ -438,7 +438,7 @@ def test_events_that_come_too_soon_to_be_a_gap_are_known_of() -> None:
     async def seen() -> Gaps:
         client = HttpClient(HttpAddress.parse("http://127.0.0.1:9"), HttpLimits(), SystemClock())
         for _ in range(12):
-            exchange = HttpExchange(client, b"", Listener())
+            exchange = HttpExchange(client, b"", Listener(), client.now_ns())
             for _ in range(16):
                 exchange.touch()
         return client.gaps

@@ -1,5 +1,7 @@
 """How the relay's bench starts ours with another build of Python, from any folder."""
 
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,26 @@ def place(directory: Path) -> Place:
     return Place(port=1, upstream=2, worker="w.sock", venv=directory, directory=directory, key="k")
 
 
+def python_of(version: str, directory: Path) -> Path:
+    """A program that says that it is this version of Python."""
+    python = directory / f"python-{version.replace(' ', '.')}/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    return python
+
+
 def test_a_path_of_python_may_have_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = command_of("penstock.http.bare@/opt/python-3.11/bin/python", place(tmp_path))
-    assert command[2] == "/opt/python-3.11/bin/python"
-    assert command[1].startswith(f"PYTHONPATH={REPOSITORY}:")
+    python = python_of(f"3 {sys.version_info.minor}", tmp_path)
+    command = command_of(f"penstock.http.bare@{python}", place(tmp_path))
+    assert command[2] == str(python)
+    assert command[1] == f"PYTHONPATH={REPOSITORY}:{sysconfig.get_paths()['purelib']}"
+
+
+def test_a_python_of_another_version_has_packages_of_its_own(tmp_path: Path) -> None:
+    python = python_of("3 99", tmp_path)
+    assert command_of(f"penstock.http@{python}", place(tmp_path))[1] == f"PYTHONPATH={REPOSITORY}"
 
 
 def test_features_behind_a_dash_are_off(tmp_path: Path) -> None:

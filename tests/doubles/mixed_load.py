@@ -1,5 +1,5 @@
 """The workload that goodput is asked of, and what is asked: with default settings, at multiples of what can
-be served (tests/sim/test_goodput.py, bench/sim/goodput.py).
+be served (tests/sim/test_goodput.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
 """Overload of a worker whose steps take as long as they are told: a process with the real scheduler and
-blocks whose forward pass is a sleep (`bench.sim.modelled_runner`), behind a `penstock serve`.
+blocks whose forward pass is a sleep (modelled_runner.py), behind a `penstock serve`.
 
 Twice what it can answer, of three tenants and a fourth one in the band "priority". A step takes 20 ms, and
 25 us for each prompt token.
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelled_runner import RUNNER, Linear, Modelled, modelled_worker
 from served import Server
 from tenant_keys import add
 
-from bench.sim.modelled_runner import RUNNER, Linear, Modelled, modelled_worker
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.clock import NS_PER_S, SystemClock, sleep
@@ -24,7 +24,6 @@ from penstock.protocol.address import WorkerLaunch
 from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, merged
 
-REPOSITORY = Path(__file__).parents[2]
 CLOCK = SystemClock()
 ROWS, FIXED_MS, PREFILL_US = 16, 20.0, 25.0
 MODELLED = Modelled(
@@ -60,7 +59,7 @@ def worker_of(place: Path) -> Iterator[dict[str, object]]:
         model_path="modelled", model_name="m", address=address, hash_key=b"overload" * 4,
         engine=EngineSettings(max_running=ROWS, kv_memory_bytes=1, scheduling="fair"), runner=RUNNER,
     )  # fmt: skip
-    with modelled_worker(place, launch, MODELLED.environment(str(REPOSITORY))):
+    with modelled_worker(place, launch, MODELLED.environment()):
         yield {"url": address, "engine": "penstock"}
 
 

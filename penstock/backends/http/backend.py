@@ -247,14 +247,15 @@ class HttpBackend:
     def leave(self, stream: LeavingStream, finish: Finish) -> None:
         """See `Owner`."""
         del self._streams[stream.request_id]
-        self._meters.ended(_outcome(finish))
-        if not self._streams:
+        is_plain = finish.error is None and finish.reason is not FinishReason.ABORT
+        self._meters.ended("ok" if is_plain else _outcome(finish))
+        if self._draining and not self._streams:
             self._idle.set()
 
     def noted(self, anomaly: Anomaly, detail: str) -> None:
         """See `Owner`."""
-        self._meters.odd(anomaly.value)
-        self._complain(anomaly.value, detail)
+        self._meters.odd(anomaly)
+        self._complain(anomaly, detail)
         if anomaly is Anomaly.OTHER_MODEL:
             self._down(Phase.REFUSED, f"refused: {detail}")
             self._probe_now.set()

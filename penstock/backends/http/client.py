@@ -57,7 +57,7 @@ class HttpExchange:
         "take_chunk",
     )  # fmt: skip
 
-    def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
+    def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler, now_ns: int) -> None:
         self.request, self.handler = request, handler
         self.num_bytes = 0
         """Of the answer's body, so far; a read that `take_chunk` took counts with its framing."""
@@ -70,7 +70,6 @@ class HttpExchange:
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._sent_ns, self._fresh, self._over, self._what = 0, False, False, ""
-        now_ns = client.clock.now_ns()
         self._deadline_ns = now_ns
         self._ends_ns = now_ns + client.request_ns
 
@@ -139,7 +138,7 @@ class HttpExchange:
         """
         if not self._over:
             self.handler, self.take_chunk = IGNORING_HANDLER, None
-            if self.is_whole:
+            if self._connection is not None and self._connection.is_whole:
                 return  # It ends as soon as what was read has been passed on.
             self.resume_reading()
             self._touched_ns = 0
@@ -149,10 +148,10 @@ class HttpExchange:
 
     # --- from the client and the connection ----------------------------------------------------------
 
-    def wait(self, what: str, timeout_s: float) -> None:
+    def wait(self, what: str, timeout_s: float, now_ns: int = 0) -> None:
         """From now on it waits for `what`."""
         self._what, client = what, self._client
-        now_ns = client.clock.now_ns()
+        now_ns = now_ns or client.now_ns()
         self._deadline_ns = deadline_ns = now_ns + int(timeout_s * NS_PER_S)
         if deadline_ns < client.deadlines.looks_ns:
             client.deadlines.look_by(now_ns, deadline_ns)
@@ -166,14 +165,14 @@ class HttpExchange:
         self._connecting = None
         self.fail(HttpFailure(FailureKind.CONNECT, why))
 
-    def run_on(self, connection: "_Connection") -> None:
+    def run_on(self, connection: "_Connection", now_ns: int) -> None:
         """Write the request."""
         if self._over:
             self._client.put_back(connection)
             return
         self._connecting, self._connection = None, connection
-        self._sent_ns = self._client.clock.now_ns()
-        self.wait("the answer's head", self._client.config.first_byte_timeout_s)
+        self._sent_ns = now_ns
+        self.wait("the answer's head", self._client.config.first_byte_timeout_s, now_ns)
         connection.run(self)
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
@@ -220,7 +219,8 @@ class HttpExchange:
 
     def _end(self) -> None:
         self._over = True
-        self.resume_reading()  # Another answer may come over this connection.
+        if self._held_since_ns:
+            self.resume_reading()  # Another answer may come over this connection.
         self._client.ended(self)
 
     @property
@@ -298,11 +298,12 @@ class HttpClient:
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         request = self._requests.of(method, path, body, headers)
-        exchange = HttpExchange(self, request, handler)
+        now_ns = self.now_ns()
+        exchange = HttpExchange(self, request, handler, now_ns)
         self._exchanges[exchange] = None
-        connection = self._idle.take()
+        connection = self._idle.take(now_ns)
         if connection is not None:
-            exchange.run_on(connection)
+            exchange.run_on(connection, now_ns)
         else:
             self.connect(exchange)
         return exchange
@@ -342,7 +343,7 @@ class HttpClient:
         except (OSError, ssl.SSLError) as error:
             exchange.not_connected(f"cannot connect to {at.authority}: {reason_of(error)}")
             return
-        exchange.run_on(connection)
+        exchange.run_on(connection, self.now_ns())
 
 
 class _Connection(asyncio.Protocol):

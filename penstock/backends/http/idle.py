@@ -41,13 +41,13 @@ class IdleConnections(Generic[C]):
         connection.idle_since_ns = self._clock.now_ns()
         self._all.append(connection)
 
-    def take(self) -> C | None:
+    def take(self, now_ns: int) -> C | None:
         """The one that was used last, unless it has been idle for so long that the peer is about to close
         it.
         """
         if not self._all:
             return None
-        oldest_ns = self._clock.now_ns() - self._keepalive_ns
+        oldest_ns = now_ns - self._keepalive_ns
         while self._all:
             connection = self._all.pop()
             if not connection.closed and connection.idle_since_ns >= oldest_ns:

@@ -196,11 +196,11 @@ class HttpStream:
             self._exchange.touch(num_events)
         try:
             # Before a stop string one by one: tokens behind it do not count.
-            if self._stop is None:
-                if num_events == 1 and self._chunks is None and self._has_output:
+            if self._stop is None and self._has_output:
+                if num_events == 1 and self._chunks is None:
                     self._expect_chunks()
                 if (texts := self._envelopes.texts(block)) is not None:
-                    self._take_texts(texts)
+                    self._take_texts(texts[0] if len(texts) == 1 else "".join(texts), texts)
                     return
                 if (piece := self._envelopes.ids(block)) is not None:
                     self._take_alike(piece)
@@ -298,7 +298,7 @@ class HttpStream:
     def _take_alike(self, piece: Piece) -> None:
         """Nothing but ids, or text, of events like one that was looked at."""
         if not (ids := piece.token_ids):
-            self._take_texts(piece.parts or (piece.text,))
+            self._take_texts(piece.text, piece.parts or (piece.text,))
         elif not self._done and self._finish is None:
             count = self._count + len(ids)
             is_plain = self._has_output and self._stop is None and not self._said_before
@@ -309,11 +309,10 @@ class HttpStream:
             else:
                 self._take(piece)
 
-    def _take_texts(self, texts: Sequence[str]) -> None:
-        """The same, as the texts of one or several."""
+    def _take_texts(self, text: str, texts: Sequence[str]) -> None:
+        """The same as text, which is that of one event or of several."""
         if self._done or self._finish is not None:
             return
-        text = texts[0] if len(texts) == 1 else "".join(texts)
         if self._stop is not None or self._said_before or not self._has_output:
             self._take(Piece(text=text, parts=tuple(texts)))
         elif text:
@@ -436,9 +435,11 @@ class HttpStream:
     def _conclude(self, *, close: bool = False) -> None:
         """A good end."""
         assert self._finish is not None
-        if not close and (odd := oddity(self._reported, self._counted(), self._finish)) is not None:
+        counted = self._counted()
+        if not close and (odd := oddity(self._reported, counted, self._finish)) is not None:
             self._owner.noted(*odd)
-        self._end(Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by), close=close)
+        end = Finish(reason=self._finish, usage=self._usage(counted), stop=self._stopped_by)
+        self._end(end, close=close)
 
     def _break(self, why: str) -> None:
         """No more will come: a good end if all had come already, else an error."""
@@ -468,8 +469,7 @@ class HttpStream:
             self._owner.noted(Anomaly.NO_STREAM, why)
             self.fail(WorkerUnavailable(f"the worker {why}"))
             return
-        if self._status != 200:
-            said = msgspec.structs.replace(said, status=self._status)
+        said = said if self._status == 200 else msgspec.structs.replace(said, status=self._status)
         self.fail(error_of(said, headers=self._headers, has_output=False))
 
     def _end(self, finish: Finish, *, close: bool) -> None:
@@ -487,13 +487,13 @@ class HttpStream:
             self._trusts_prompt, request.sampling.max_tokens,
         )  # fmt: skip
 
-    def _usage(self) -> Usage:
+    def _usage(self, counted: Counted | None = None) -> Usage:
         now_ns, exchange = self._clock.now_ns(), self._exchange
         first_ns = self._first_ns or now_ns
         held_ns = 0 if exchange is None else exchange.held_ns
         return believed(
-            self._reported or NOT_REPORTED, self._counted(), prefill_ns=first_ns - self._started_ns,
-            decode_ns=max(0, now_ns - first_ns - held_ns),
+            self._reported or NOT_REPORTED, counted or self._counted(),
+            prefill_ns=first_ns - self._started_ns, decode_ns=max(0, now_ns - first_ns - held_ns),
         )  # fmt: skip
 
     def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:

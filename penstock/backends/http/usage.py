@@ -5,7 +5,7 @@ Everything here is for backends/http/stream.py, which says which count is believ
 `within` finds its end.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from penstock.backends.http.dialects.base import ReportedUsage
 from penstock.backends.http.terms import Anomaly
@@ -16,7 +16,7 @@ SLACK_TOKENS = 64
 _PROMPT_FACTOR = 8
 
 
-class Counted(NamedTuple):
+class Counted(msgspec.Struct, frozen=True, gc=False):
     """The counts of this side."""
 
     prompt: int

@@ -6,7 +6,7 @@
 
 Level and trend are Holt's (1957), the season is a mean over days by the time of the day, known as seasonal
 naive. How far forecasts were off is measured (`error`), at the horizon at which they are used.
-`Kind` has the naive ones too: they are what the whole is held against (bench/policy/autoscale.py).
+`Kind` has the naive ones too: tests hold the whole against them.
 """
 
 from typing import Literal

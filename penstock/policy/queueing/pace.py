@@ -174,11 +174,15 @@ class Pace:
         assert at_ns is None or at_ns >= 0, "time begins at 0"
         return None if at_ns is None else at_ns + round(OVERDUE * self.backlog_ns) + 1
 
-    def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
-        if self._unbegun.pop((request_id, worker), None) is None and (late := self._overdue.get(worker)):
-            late.discard(request_id)
+    def _left(self, work: Work, worker: WorkerCapacity) -> _Sent | None:
+        """It has output, or runs there no more: what it was sent with, the first time."""
+        sent = self._sent.pop((work.id, worker.id), None)
+        if sent is not None and self._unbegun.pop((work.id, worker.id), None) is None:
+            late = self._overdue[worker.id]
+            late.discard(work.id)
             if not late:
-                del self._overdue[worker]
+                del self._overdue[worker.id]
+        return sent
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
         slowest_s = 0.0
@@ -204,8 +208,7 @@ class Pace:
 
     def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Its first output came."""
-        self._has_output(work.id, worker.id)
-        sent, kind = self._sent.pop((work.id, worker.id), None), worker.view.kind
+        sent, kind = self._left(work, worker), worker.view.kind
         if sent is None:
             return
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
@@ -214,9 +217,10 @@ class Pace:
         first_ns = now_ns - sent.at_ns
         assert first_ns >= 0, "no output comes before its start"
         self._firsts_ns.add(first_ns)
-        self._ratios.add(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
-        if len(self._ratios.ordered) >= _SCORED_MIN:
-            self._margin = min(_MARGIN_MAX, max(1.0, self._ratios.p90()))
+        said_s = max(_SHORTEST_S, sent.said_s)
+        if self._ratios.add(first_ns / NS_PER_S / said_s) >= _SCORED_MIN:
+            p90 = self._ratios.p90()
+            self._margin = 1.0 if p90 < 1.0 else min(_MARGIN_MAX, p90)
         if not self._speeds.learns_at(kind, now_ns):
             return
         self._speeds.learn(
@@ -234,8 +238,7 @@ class Pace:
 
     def ended(self, work: Work, worker: WorkerCapacity) -> None:
         """It runs there no more."""
-        self._has_output(work.id, worker.id)
-        self._sent.pop((work.id, worker.id), None)
+        self._left(work, worker)
 
 
 class _Latest:
@@ -247,14 +250,15 @@ class _Latest:
         self._values = deque[float]()
         self.ordered: list[float] = []
 
-    def add(self, value: float) -> None:
-        """The oldest makes room."""
+    def add(self, value: float) -> int:
+        """The oldest makes room; returns how many there are."""
         values, ordered = self._values, self.ordered
-        if len(values) >= _SCORED:
-            del ordered[bisect_left(ordered, values.popleft())]
         values.append(value)
+        if (num := len(values)) > _SCORED:
+            num -= 1
+            del ordered[bisect_left(ordered, values.popleft())]
         insort(ordered, value)
-        assert len(ordered) == len(values), "both hold the same values"
+        return num
 
     def p90(self) -> float:
         """The value that nine of ten do not exceed; there must be one."""

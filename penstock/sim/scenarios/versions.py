@@ -1,7 +1,7 @@
 """Scenarios in which a new version of a model is tried: one that is equal, or equal and cold, one that is
 slow, slightly slower, fails, computes garbage or does not stop talking, and one that only gets copies.
 
-Steps are short, for there are few requests; `bench/policy/rollout.py` has a server's plan, with noise.
+Steps are short, for there are few requests; docs/rollout.md has the figures of a server's plan, with noise.
 """
 
 from collections.abc import Sequence

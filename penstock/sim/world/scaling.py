@@ -14,7 +14,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.admission.admit import Promises
 from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleState
-from penstock.policy.capacity.forecast import Demand, Kind
+from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.opinions import Learned
 from penstock.policy.capacity.signals import PoolState, Signals, work_of
 from penstock.policy.flow import Outcome
@@ -63,14 +63,13 @@ class ScalingSpec:
     outages: tuple[Outage, ...] = ()
     season_s: float = 86_400.0
     """The length of a day."""
-    forecast: Kind = "seasonal"
     decider: Callable[[str, ScaleConfig], Decider] | None = None
     """Instead of the product's."""
 
 
 def autoscaler(model: str, spec: ScalingSpec) -> Autoscaler:
     """The product's, whose days are as long as the simulation's."""
-    demand = Demand(season_s=spec.season_s, kind=spec.forecast)
+    demand = Demand(season_s=spec.season_s)
     return Autoscaler(model, spec.scale, ScaleState(learned=Learned(demand=demand)))
 
 

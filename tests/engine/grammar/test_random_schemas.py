@@ -1,7 +1,4 @@
-"""Whatever a schema says: it is refused by name, or every finished answer validates.
-
-`bench/grammar/random_schemas.py` asks the model for thousands.
-"""
+"""Whatever a schema says: it is refused by name, or every finished answer validates."""
 
 import json
 from typing import Any
@@ -9,8 +6,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-
-from bench.grammar import random_schemas
+import random_schemas
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -165,9 +165,9 @@ class CompletionReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = decode_completion_event(event)
-        if (said := said_by(found)) is not None:
+        if (found.error is not None or found.object == "error") and (said := said_by(found)) is not None:
             return Piece(error=said)
-        usage = _usage_of(found.usage)
+        usage = None if found.usage is None else _usage_of(found.usage)
         if not found.choices:
             return Piece(usage=usage, model=found.model or "")
         choice = found.choices[0]
@@ -181,7 +181,7 @@ class CompletionReader:
             token_ids=tuple(choice.token_ids or ()),
             text="" if choice.token_ids else choice.text or "",
             text_logprobs=text_logprobs(choice.logprobs, self._num_top) if self._reports_logprobs else (),
-            finish=finish_of(choice.finish_reason),
+            finish=finish_of(choice.finish_reason) if choice.finish_reason else None,
             stop=choice.stop_reason,
             usage=usage,
             model=model,
@@ -204,20 +204,20 @@ class ChatReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = decode_chat_event(event)
-        if (said := said_by(found)) is not None:
+        if (found.error is not None or found.object == "error") and (said := said_by(found)) is not None:
             return Piece(error=said)
-        usage = _usage_of(found.usage)
+        usage = None if found.usage is None else _usage_of(found.usage)
         if not found.choices:
             return Piece(usage=usage, model=found.model or "")
         choice = found.choices[0]
         delta = choice.delta or AnswerDelta()
-        logprobs = choice.logprobs.content if choice.logprobs is not None else None
+        calls, logprobs = delta.tool_calls, choice.logprobs and choice.logprobs.content
         return Piece(
             text=delta.content or "",
             thought=delta.reasoning_content or delta.reasoning or "",
-            tool_calls=tuple(_call_piece(call) for call in delta.tool_calls or ()),
-            text_logprobs=tuple(self._logprob(each) for each in logprobs or ()),
-            finish=finish_of(choice.finish_reason),
+            tool_calls=tuple([_call_piece(call) for call in calls]) if calls else (),
+            text_logprobs=tuple([self._logprob(each) for each in logprobs]) if logprobs else (),
+            finish=finish_of(choice.finish_reason) if choice.finish_reason else None,
             usage=usage,
             model=found.model or "",
         )
@@ -363,9 +363,7 @@ def _gives(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
     return name in fields and bytes(fields[name]) != b"null"
 
 
-def _usage_of(usage: UsageBody | None) -> ReportedUsage | None:
-    if usage is None:
-        return None
+def _usage_of(usage: UsageBody) -> ReportedUsage:
     return ReportedUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,

@@ -1,8 +1,7 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-`modelled_worker` starts worker processes that name it (`runner=RUNNER`, the repository on PYTHONPATH), for
-bench/sim/fidelity.py and tests/doubles/modelled_load.py. The model is in the environment, as JSON of
-`Modelled`: `environment` writes it.
+`modelled_worker` starts worker processes that name it (`runner=RUNNER`), for modelled_load.py. The model
+is in the environment, as JSON of `Modelled`: `environment` writes it.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
-from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
 from penstock.planning.step_time import LinearStepTime, StepTime
 from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import ModelInfo
@@ -26,7 +24,7 @@ from penstock.schedule.step import StepShape
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"
-RUNNER = "bench.sim.modelled_runner:build_runner"
+RUNNER = "modelled_runner:build_runner"
 VOCAB_SIZE = 16_384
 FIRST_TOKEN = 300
 SPIN_NS = 1_000_000
@@ -35,18 +33,7 @@ END_S = 20.0
 """A worker that ends later than so is killed."""
 
 
-class OnDevice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Steps of a model on a named accelerator, by the simulator's roofline."""
-
-    model: str
-    device: str
-
-    def law(self) -> StepTime:
-        """How long steps take."""
-        return Roofline(Placed(model=model_shape(self.model), device=accelerator(self.device)))
-
-
-class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Linear(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of a fixed time, and so much for each prompt token."""
 
     fixed_ns: int
@@ -60,16 +47,16 @@ class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Modelled(msgspec.Struct, frozen=True, kw_only=True):
     """The modelled parts."""
 
-    speed: OnDevice | Linear
+    speed: Linear
     num_blocks: int
     max_model_len: int
     first_token: int = FIRST_TOKEN
     num_tokens: int = 1
     """So many token ids from the first on are what answers are made of, one after the other."""
 
-    def environment(self, *paths: str) -> dict[str, str]:
-        """This process's environment, for a worker that models this and imports from `paths` first."""
-        path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    def environment(self) -> dict[str, str]:
+        """This process's environment, for a worker that models this."""
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         return {**os.environ, VARIABLE: msgspec.json.encode(self).decode(), "PYTHONPATH": path}
 
 

@@ -1,7 +1,7 @@
 """The demo models in int8 and int4: makes them with `penstock quantize`'s own code, and scores every format
 on the twelve tasks beside bf16.
 
-    python -m bench.engine.quantized_demo [--models NAME ...] [--count 400] [--publish] [--json FILE]
+    python -m training.quantized [--models NAME ...] [--count 400] [--publish] [--json FILE]
 
 Calibration text is conversations of the kind that the models were trained on, from another seed; scored are
 held-out prompts, the same ones for every format, with greedy answers of our own engine on the CPU. A loss is
@@ -53,7 +53,7 @@ CARD = """\
 # {name}
 
 `{dense}` in {words}: `models/{dense}`, rounded by
-`bench/engine/quantized_demo.py` (`{target}`, {megabytes:.1f} MB).
+`training/quantized.py` (`{target}`, {megabytes:.1f} MB).
 
 - Served by its path: `penstock serve models/{name}`.
 - How many prompts of the twelve tasks it answers right, beside the dense model: `docs/demo-models.md`.
