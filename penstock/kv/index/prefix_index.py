@@ -186,8 +186,7 @@ class PrefixIndex:
             self._host_used = True
         elif holder.predicted:
             keys = self._confirm(holder, keys)
-        shards, low_bits, bit = self._tiers[tier], self._low_bits, holder.bit
-        shard_max = self._shard_max
+        shards, low_bits, shard_max, bit = self._tiers[tier], self._low_bits, self._shard_max, holder.bit
         for key in keys:
             shard = shards[key & low_bits]
             # The one object for all blocks that only this worker has: a new key costs one look.
@@ -260,8 +259,7 @@ class PrefixIndex:
         predicted, bit, is_new = holder.predicted, holder.bit, False
         if not predicted:
             holder.thinned = self._num_thinned
-        again = predicted.keys() & keys if predicted else ()
-        entered = list[int]()
+        again, entered = predicted.keys() & keys if predicted else (), list[int]()
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
             mask = shard.get(key)
@@ -455,8 +453,7 @@ class PrefixIndex:
     def _forget_over(self, holder: _Holder) -> None:
         excess = len(holder.predicted) - holder.predicted_max
         if excess > 0:
-            gone = list(islice(holder.predicted, excess))
-            for key in gone:
+            for key in (gone := list(islice(holder.predicted, excess))):
                 del holder.predicted[key]
             self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
 
