@@ -277,7 +277,7 @@ class Transitions:
             self._policies.health.succeeded()
             for finished in self._hooks.finished:
                 finished(facts)
-        model_queue.queue.end(request)
+        model_queue.queue.bands[request.level].end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         model_queue = request.model_queue
