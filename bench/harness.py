@@ -100,6 +100,11 @@ def installed(venv: Path, packages: Iterable[str]) -> dict[str, str]:
 Value = TypeVar("Value")
 
 
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 class Spread(NamedTuple):
     """Of the rounds of one figure."""
 
@@ -108,7 +113,7 @@ class Spread(NamedTuple):
     limit: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.least:.3g} to {self.limit:.3g})"
+        return f"{short(self.median)} ({short(self.least)} to {short(self.limit)})"
 
     def rounded(self, digits: int = 4) -> dict[str, float]:
         """For a result file."""

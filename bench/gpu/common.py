@@ -4,10 +4,10 @@ once.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from penstock.engine.quantized import Float8Matrix
 from penstock.models.spec import DecoderSpec, RopeSpec
 
 CLOCK = SystemClock()
+Value = TypeVar("Value")
 NOMINAL = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
 """Bytes and bf16 operations per second on the maker's sheet."""
 
@@ -39,6 +40,27 @@ class Report:
     def put(self, name: str, value: Any) -> None:  # noqa: ANN401
         self.found[name] = value
         self._path.write_text(json.dumps(self.found))
+
+    def fail_if(self, wrong: list[str]) -> None:
+        """The section is an error if anything is wrong; the rest of its figures stand."""
+        if wrong:
+            self.put("error", f"these differ from their references: {', '.join(wrong)}")
+
+
+def checked(
+    report: Report, checks: Mapping[str, Callable[[], dict[str, Any]]], under: str = "checks"
+) -> list[str]:
+    """Make every check, whose failure is a finding like others; those that are not `ok`."""
+    found: dict[str, Any] = {}
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except Exception as error:  # noqa: BLE001 Whatever it is.
+            found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:700]}
+        report.put(under, found)
+    wrong = [name for name, each in found.items() if not each["ok"]]
+    report.put("summary", f"{len(found)} {under}, wrong: {', '.join(wrong) or 'none'}")
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -124,20 +146,12 @@ def shape(name: str, *, tiny: bool) -> DecoderSpec:
     if tiny:
         hidden, inner, layers, heads, kv_heads, vocab = 32, 64, 2, 4, 2, 101
     return DecoderSpec(
-        architecture="LlamaForCausalLM" if llama else "Qwen3ForCausalLM",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=16 if tiny else 128,
-        max_position=131_072 if not tiny else 512,
-        norm_eps=1e-6,
-        rope=RopeSpec(theta=500_000.0 if llama else 1_000_000.0),
-        qk_norm=not llama,
+        architecture="LlamaForCausalLM" if llama else "Qwen3ForCausalLM", vocab_size=vocab,
+        hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=16 if tiny else 128, max_position=512 if tiny else 131_072,
+        norm_eps=1e-6, rope=RopeSpec(theta=500_000.0 if llama else 1_000_000.0), qk_norm=not llama,
         tied_head=tied,
-    )
+    )  # fmt: skip
 
 
 @dataclass
@@ -177,23 +191,24 @@ def build(bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object
     if form.startswith("int"):
         settings["quantization"] = form
     target, seconds = bench.target(**settings), dict[str, float]()
-    start_ns = CLOCK.now_ns()
-    weights: WeightSource = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
-    if form.startswith("fp8"):
-        weights = Float8Weights(weights, in_blocks=form == "fp8-block")
-    bench.sync()
-    seconds["weights"] = (CLOCK.now_ns() - start_ns) / 1e9
-    start_ns = CLOCK.now_ns()
-    runner = build_on_device(Named("bench"), spec, weights, target)
-    bench.sync()
-    seconds["build"] = (CLOCK.now_ns() - start_ns) / 1e9
-    start_ns = CLOCK.now_ns()
-    runner.warm_up()
-    bench.sync()
-    seconds["warm_up"] = (CLOCK.now_ns() - start_ns) / 1e9
+
+    def timed(name: str, work: Callable[[], Value]) -> Value:
+        start_ns = CLOCK.now_ns()
+        found = work()
+        bench.sync()
+        seconds[name] = round((CLOCK.now_ns() - start_ns) / 1e9, 3)
+        return found
+
+    def random() -> WeightSource:
+        dense = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
+        return Float8Weights(dense, in_blocks=form == "fp8-block") if form.startswith("fp8") else dense
+
+    weights = timed("weights", random)
+    runner = timed("build", lambda: build_on_device(Named("bench"), spec, weights, target))
+    timed("warm_up", runner.warm_up)
     with torch.inference_mode():
         for block in range(0, runner.info.num_blocks, 256):
             part = runner.cache.tensor[block : min(block + 256, runner.info.num_blocks)]
             part.copy_(torch.randn(part.shape, dtype=bench.dtype, device=bench.device))
     bench.sync()
-    return Built(runner, {name: round(value, 3) for name, value in seconds.items()})
+    return Built(runner, seconds)

@@ -8,12 +8,13 @@ Invariance: a batch, graphs and overlap change no token.
 
 import tempfile
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu.common import CLOCK, Bench, Report
+from bench.gpu.common import CLOCK, Bench, Report, checked
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import StepRunner, build_core
 from penstock.engine.gpu.load import load_on_device
@@ -52,19 +53,14 @@ def run(bench: Bench, report: Report) -> None:
     import tiny_models  # The tests' own makers of checkpoints; they need transformers.
 
     torch.set_num_threads(1 if bench.tiny else 8)
-    found: dict[str, Any] = {}
-    for family in FAMILIES[:1] if bench.tiny else FAMILIES:
+
+    def check(family: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
-            try:
-                model = tiny_models.tiny_model(family)
-                found[family] = check_family(bench, model, tiny_models.save(model, Path(directory)))
-            except Exception as error:  # noqa: BLE001 One family's failure is a finding.
-                found[family] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
-        report.put("families", found)
-    wrong = [family for family, one in found.items() if not one["ok"]]
-    report.put("summary", f"{len(found)} families, wrong: {', '.join(wrong) or 'none'}")
-    if wrong:
-        report.put("error", f"families that differ from the reference: {', '.join(wrong)}")
+            model = tiny_models.tiny_model(family)
+            return check_family(bench, model, tiny_models.save(model, Path(directory)))
+
+    asked = FAMILIES[:1] if bench.tiny else FAMILIES
+    report.fail_if(checked(report, {family: partial(check, family) for family in asked}, "families"))
 
 
 def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401

@@ -7,13 +7,14 @@ how far the log-probabilities of a text's tokens move, by how far into the conte
 import math
 import pydoc_data.topics
 import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu.common import Bench, Report
+from bench.gpu.common import Bench, Report, checked
 from bench.gpu.correctness import SCORED, ask, differences, on_device, prompts, quiet
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -42,26 +43,19 @@ def run(bench: Bench, report: Report) -> None:
     import tiny_models
 
     torch.set_num_threads(1 if bench.tiny else 8)
-    found: dict[str, Any] = {}
     formats = quantized_checkpoints.FORMATS
-    for name in list(formats)[:2] if bench.tiny else formats:
+
+    def make_and_check(name: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
-            try:
-                path = Path(directory)
-                model = tiny_models.tiny_model(FAMILY.get(name, "qwen3"), **SIZES)
-                tiny_models.save(model, path / "dense")
-                quantized_checkpoints.quantize(
-                    path / "dense", path / "quantized", path / "twin", formats[name]
-                )
-                found[name] = check(bench, path, "fp8" if name.startswith("fp8") else "int")
-            except Exception as error:  # noqa: BLE001 One form's failure is a finding.
-                found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:700]}
-        report.put("forms", found)
-    wrong = [name for name, one in found.items() if not one["ok"]]
-    report.put("summary", f"{len(found)} forms, wrong: {', '.join(wrong) or 'none'}")
+            path = Path(directory)
+            tiny_models.save(tiny_models.tiny_model(FAMILY.get(name, "qwen3"), **SIZES), path / "dense")
+            quantized_checkpoints.quantize(path / "dense", path / "quantized", path / "twin", formats[name])
+            return check(bench, path, "fp8" if name.startswith("fp8") else "int")
+
+    asked = list(formats)[:2] if bench.tiny else list(formats)
+    wrong = checked(report, {name: partial(make_and_check, name) for name in asked}, "forms")
     report.put("context", over_the_context(bench))
-    if wrong:
-        report.put("error", f"forms that differ from their dense twins: {', '.join(wrong)}")
+    report.fail_if(wrong)
 
 
 def check(bench: Bench, path: Path, kind: str) -> dict[str, Any]:

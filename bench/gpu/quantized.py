@@ -1,19 +1,17 @@
 """Products with quantized weights: each kernel against its twin, then its time by rows, beside the dense
-product and the weight made dense first. With TILES=1 in the environment also by tile shape, which takes a
-minute: that is how `gpu/triton_ops.py` came to its own.
+product and the weight made dense first.
 """
 
-import os
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu.ceilings import copy_rate, gemm_rate, void
-from bench.gpu.common import Bench, Report, shape
-from bench.gpu.kernels import attend, check_attend, compare, random
+from bench.gpu.common import Bench, Report, checked, shape
+from bench.gpu.kernels import attend, attended, compare, random, twins
 from bench.gpu.steps import Rows
 from penstock.engine.gpu.packed import (
     MatrixOps,
@@ -23,40 +21,16 @@ from penstock.engine.gpu.packed import (
     packed,
     rounded,
 )
-from penstock.engine.gpu.triton_ops import Tiles, TritonMatrixOps
+from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 
 FLOAT8 = torch.float8_e4m3fn
-TILES = tuple(
-    Tiles(outputs, 16, warps, stages, splits)
-    for outputs, warps, stages in ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 6))
-    for splits in (1, 2, 4, 8)
-)
-"""For up to 16 rows."""
-WIDE = {
-    64: (
-        Tiles(64, 64, 4, 4, 1), Tiles(64, 64, 4, 4, 2), Tiles(64, 64, 4, 4, 4), Tiles(128, 64, 8, 4, 2),
-        Tiles(128, 64, 8, 3, 1),
-    ),
-    128: (
-        Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 8, 3, 1), Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2),
-    ),
-}  # fmt: skip
-"""By rows."""
 
 
 @torch.inference_mode()
 def run(bench: Bench, report: Report) -> None:
     ops = bench.ops().matrices
-    checks: dict[str, Any] = {}
-    for name, check in CHECKS.items():
-        try:
-            checks[name] = check(bench, ops)
-        except Exception as error:  # noqa: BLE001 One kernel's failure is a finding.
-            checks[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:700]}
-        report.put("checks", checks)
-    wrong = [name for name, found in checks.items() if not found["ok"]]
-    report.put("summary", f"{len(checks)} checks, wrong: {', '.join(wrong) or 'none'}")
+    wrong = checked(report, {name: partial(check, bench, ops) for name, check in CHECKS.items()})
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     spec = shape("llama-3-8b", tiny=bench.tiny)
@@ -65,14 +39,10 @@ def run(bench: Bench, report: Report) -> None:
     shapes = {
         "qkv": (qkv, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
     }  # fmt: skip
-    if isinstance(ops, TritonMatrixOps):
-        for bits in (4, 8) if "TILES" in os.environ else ():
-            report.put(f"tiles of int{bits}", sweep(bench, ops, shapes, bits, rates["copy"]))
     report.put("attention", attention(bench))
     for name, size in shapes.items():
         report.put(name, by_form(bench, ops, size, rates))
-    if wrong:
-        report.put("error", f"differ from their twins: {', '.join(wrong)}")
+    report.fail_if(wrong)
 
 
 # --- weights ------------------------------------------------------------------------------------------
@@ -112,29 +82,36 @@ def float8(bench: Bench, n: int, k: int, *, in_blocks: bool = False) -> Float8Ma
 # --- against the twins ----------------------------------------------------------------------------------
 
 
+def size_of(bench: Bench) -> tuple[int, int]:
+    return (48, 256) if bench.tiny else (2304, 4096)
+
+
 def check_product(
     bench: Bench, ops: MatrixOps, rows: int, bits: int = 4, *, group: int = 128, zeros: bool = False
 ) -> dict[str, Any]:
-    n, k = (48, 256) if bench.tiny else (2304, 4096)
+    n, k = size_of(bench)
     weight = packed_weight(bench, n, k, bits, group=group, zeros=zeros)
     x, bias = random(bench, rows, k, seed=7), random(bench, n, seed=8)
-    found = []
-    for each in (ops, TorchMatrixOps()):
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((2, rows, n), torch.nan, dtype=bench.dtype, device=bench.device)
         each.multiply(x, weight, None, out[0])
         each.multiply(x, weight, bias, out[1])
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 def check_unpack(bench: Bench, ops: MatrixOps, bits: int) -> dict[str, Any]:
-    n, k = (48, 256) if bench.tiny else (2304, 4096)
-    weight, found = packed_weight(bench, n, k, bits), []
-    for each in (ops, TorchMatrixOps()):
+    n, k = size_of(bench)
+    weight = packed_weight(bench, n, k, bits)
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((n, k), torch.nan, dtype=bench.dtype, device=bench.device)
         each.unpack(weight, out)
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 def rounded_rows(bench: Bench, ops: MatrixOps, x: Tensor, *, in_blocks: bool) -> tuple[Tensor, Tensor]:
@@ -170,34 +147,35 @@ def check_float8(bench: Bench, ops: MatrixOps, *, in_blocks: bool, rows: int) ->
 def check_few(bench: Bench, ops: MatrixOps, *, in_blocks: bool) -> dict[str, Any]:
     n, k = (128, 256) if bench.tiny else (2304, 4096)
     weight, x = few_rows(float8(bench, n, k, in_blocks=in_blocks)), random(bench, 3, k, seed=6)
-    found = []
-    for each in (ops, TorchMatrixOps()):
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((3, n), torch.nan, dtype=bench.dtype, device=bench.device)
         each.multiply(x, weight, None, out)
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 CHECKS: dict[str, Callable[[Bench, MatrixOps], dict[str, Any]]] = {
-    "attention over FP8": lambda bench, ops: check_attend(bench, bench.ops(), float8=True),
-    "int4, 1 row, zeros": lambda bench, ops: check_product(bench, ops, 1, zeros=True),
-    "int4, 1 row, groups of 32": lambda bench, ops: check_product(bench, ops, 1, group=32),
-    "int4, 9 rows, groups of 64, zeros": lambda bench, ops: check_product(
-        bench, ops, 9, group=64, zeros=True
+    "attention over FP8": lambda bench, _: twins(
+        partial(attended, bench, float8=True), bench.ops(), TorchOps()
     ),
-    "int4, 40 rows, zeros": lambda bench, ops: check_product(bench, ops, 40, zeros=True),
-    "int4, 200 rows": lambda bench, ops: check_product(bench, ops, 200),
-    "int8, 3 rows": lambda bench, ops: check_product(bench, ops, 3, 8),
-    "int4 made dense": lambda bench, ops: check_unpack(bench, ops, 4),
-    "int8 made dense": lambda bench, ops: check_unpack(bench, ops, 8),
-    "rounding rows": lambda bench, ops: check_rounding(bench, ops, in_blocks=False),
-    "rounding blocks": lambda bench, ops: check_rounding(bench, ops, in_blocks=True),
-    "fp8, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=False),
-    "fp8 in blocks, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=True),
-    "fp8, 1 row": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=1),
-    "fp8, 77 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=77),
-    "fp8 in blocks, 20 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=20),
-    "fp8 in blocks, 76 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=76),
+    "int4, 1 row, zeros": partial(check_product, rows=1, zeros=True),
+    "int4, 1 row, groups of 32": partial(check_product, rows=1, group=32),
+    "int4, 9 rows, groups of 64, zeros": partial(check_product, rows=9, group=64, zeros=True),
+    "int4, 40 rows, zeros": partial(check_product, rows=40, zeros=True),
+    "int4, 200 rows": partial(check_product, rows=200),
+    "int8, 3 rows": partial(check_product, rows=3, bits=8),
+    "int4 made dense": partial(check_unpack, bits=4),
+    "int8 made dense": partial(check_unpack, bits=8),
+    "rounding rows": partial(check_rounding, in_blocks=False),
+    "rounding blocks": partial(check_rounding, in_blocks=True),
+    "fp8, 3 rows as they are": partial(check_few, in_blocks=False),
+    "fp8 in blocks, 3 rows as they are": partial(check_few, in_blocks=True),
+    "fp8, 1 row": partial(check_float8, in_blocks=False, rows=1),
+    "fp8, 77 rows": partial(check_float8, in_blocks=False, rows=77),
+    "fp8 in blocks, 20 rows": partial(check_float8, in_blocks=True, rows=20),
+    "fp8 in blocks, 76 rows": partial(check_float8, in_blocks=True, rows=76),
 }
 
 
@@ -215,33 +193,6 @@ def seconds_of(bench: Bench, weights: list[Any], product: Callable[[Any], None])
             product(weight)
 
     return bench.seconds(all_weights, calls=2, repeats=5) / len(weights)
-
-
-def sweep(
-    bench: Bench, ops: TritonMatrixOps, shapes: dict[str, tuple[int, int]], bits: int, copy: float
-) -> dict[str, Any]:
-    """Microseconds by tile shape; of int4 in groups of 128 with zeros."""
-    found: dict[str, Any] = {}
-    for name, (n, k) in shapes.items():
-        weights = turns(bench, lambda n=n, k=k: packed_weight(bench, n, k, bits), n * k * bits // 8)
-        moved = sum(tensor.nbytes for tensor in weights[0].tensors)
-        found[name] = {"floor_us": round(moved / copy * 1e6, 2)}
-        for rows, all_tiles in ((1, TILES), *WIDE.items()):
-            x = random(bench, rows, k, seed=1)
-            out = torch.empty(rows, n, dtype=bench.dtype, device=bench.device)
-            times: list[tuple[float, str]] = []
-            for tiles in all_tiles:
-                ops.tiles = tiles
-
-                def product(weight: PackedWeight, x: Tensor = x, out: Tensor = out) -> None:
-                    ops.multiply(x, weight, None, out)
-
-                took = seconds_of(bench, weights, product)
-                times.append((round(took * 1e6, 2), " ".join(str(value) for value in asdict(tiles).values())))
-            found[name][str(rows)] = [f"{took} us: {tiles}" for took, tiles in sorted(times)]
-        ops.tiles = None
-        del weights
-    return found
 
 
 def attention(bench: Bench) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 settings.
 """
 
+import contextlib
+import http.client
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from bench.process import START_S, Process
 from penstock.config.load import parse_config
 from penstock.errors import ConfigError
 
@@ -31,6 +36,7 @@ LOWERED = {
 """Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
+POLL_S = 0.02
 KV_GIB = 1
 INSTALL = {
     "vllm": "bench/peers/install_vllm.sh",
@@ -206,3 +212,47 @@ def make_gguf(model: Path, variant: Variant) -> None:
 
 def _output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+class DidNotStart(Exception):
+    """The server ended or did not answer in time; the message has the end of its log."""
+
+
+@contextlib.contextmanager
+def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[tuple[Process, float]]:
+    """The server inside the block, and the seconds from its start to its first answered request.
+
+    Raises:
+        DidNotStart: it ended before its first answer, or had none in time.
+    """
+    for path, text in launch.files.items():
+        path.write_text(text, encoding="utf-8")
+    log.unlink(missing_ok=True)
+    started = time.monotonic()
+    # Everybody keeps compiled modules, as an installed server does.
+    process = Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment)
+    try:
+        while not _answers(port, model):
+            waited = time.monotonic() - started
+            if process.child.poll() is not None or waited > START_S:
+                raise DidNotStart(
+                    f"no answer after {waited:.0f} s:\n{log.read_text(errors='replace')[-2000:]}"
+                )
+            time.sleep(POLL_S)
+        yield process, time.monotonic() - started
+    finally:
+        process.end()
+
+
+def _answers(port: int, model: str) -> bool:
+    """Whether the server generates: a health page alone may come before the first token is possible."""
+    body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    head = {"content-type": "application/json"}
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), head)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

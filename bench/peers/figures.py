@@ -1,51 +1,29 @@
-"""Figures, their spread over rounds, their ratios to the best peer, and the goals. Pure: no server, no clock.
+"""Figures of servers by name, their ratios to the best peer, the goals and the tables. Pure: no server, no
+clock.
 
-A ratio is taken round by round, between servers that were measured one after the other, and then summed up;
-it is written so that more is better: ours / peer for rates, peer / ours for times.
+A ratio is taken round by round, between servers that were measured one after the other; it is written so that
+more is better: ours / peer for rates, peer / ours for times.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from bench.harness import Spread, short, spread, table
+from bench.peers.engines import VARIANTS
 
-class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """One closed-loop level of one server."""
-
-    callers: int
-    requests: int
-    failed: int
-    errors: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    output_tokens_per_s: float
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    tpot_p50_ms: float
-    tpot_p95_ms: float
-
-
-class PrefixTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """TTFT of a 1,500-token prefix: unknown, and shared with an earlier prompt."""
-
-    miss_ms: float
-    hit_ms: float
-
-
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps between the tokens of running streams, before and while a long prompt is computed; its own
-    TTFT.
-    """
-
-    ttft_ms: float
-    before_p50_ms: float
-    before_p99_ms: float
-    during_p50_ms: float
-    during_p99_ms: float
-    during_max_ms: float
+LEVEL = ("tok/s", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
+"""Of each number of callers; times in milliseconds."""
+READY, LOADED, MEMORY = "start-up s", "start-up s but for reading", "memory GB"
+PREFIX, GAPS = "prefix miss / hit", "gap p99 during / p50 before"
+FOOTPRINT = (
+    READY, LOADED, MEMORY, "miss", "hit", PREFIX, "gap p50 before", "gap p99 before", "gap p50 during",
+    "gap p99 during", "gap most", GAPS,
+)  # fmt: skip
+RATED = ("tok/s", "TTFT p50", "TPOT p50")
+"""Of the figures of a level, those that are held against the best peer's."""
+SIXTEEN_BITS = ("vllm bf16", "llama.cpp bf16", "llama.cpp f16")
+VLLM, FOUR_BITS = ("vllm bf16",), ("llama.cpp q4_0",)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,123 +32,79 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     variant: str
     round: int
-    ready_s: float
-    resident_bytes: int
-    weights_read_s: float | None = None
-    """How long the model's files took to read, without anything else, right before the start."""
-    levels: tuple[Level, ...]
-    prefix: PrefixTimes | None = None
-    arrival: Arrival | None = None
-    seconds: float = 0.0
-    """How long it took in all."""
+    figures: dict[str, float]
+    """By name; those of a level are called `c=8 tok/s`."""
+    errors: dict[str, int] = {}
+    """Requests that failed, by reason."""
     troubles: tuple[str, ...] = ()
     """Measurements that failed, and why."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A figure that every run has: how to read it, and whether more is better."""
-
-    title: str
-    read: Callable[[Run], float | None]
-    more_is_better: bool = False
-    digits: int = 1
-
-
-def columns(callers: Iterable[int]) -> list[Column]:
-    """Throughput, TTFT and TPOT of each level, then start-up and memory."""
-    found: list[Column] = []
-    for level in callers:
-        found += [
-            Column(f"c={level} tok/s", _of_level(level, "output_tokens_per_s"), more_is_better=True),
-            Column(f"c={level} TTFT p50", _of_level(level, "ttft_p50_ms")),
-            Column(f"c={level} TTFT p95", _of_level(level, "ttft_p95_ms")),
-            Column(f"c={level} TPOT p50", _of_level(level, "tpot_p50_ms"), digits=2),
-            Column(f"c={level} TPOT p95", _of_level(level, "tpot_p95_ms"), digits=2),
-        ]
-    return [*found, READY, MEMORY]
-
-
-def _of_level(callers: int, name: str) -> Callable[[Run], float | None]:
-    def read(run: Run) -> float | None:
-        for level in run.levels:
-            if level.callers == callers and level.requests:
-                return getattr(level, name)
-        return None
-
-    return read
-
-
-def _prefix_ratio(run: Run) -> float | None:
-    return run.prefix.miss_ms / run.prefix.hit_ms if run.prefix and run.prefix.hit_ms else None
-
-
-def _worst_gap_ratio(run: Run) -> float | None:
-    return run.arrival.during_p99_ms / run.arrival.before_p50_ms if run.arrival else None
-
-
-def _start_less_reading(run: Run) -> float | None:
-    return None if run.weights_read_s is None else run.ready_s - run.weights_read_s
-
-
-READY = Column("start-up s", lambda run: run.ready_s)
-LOADED = Column("start-up s but for reading", _start_less_reading)
-MEMORY = Column("memory GB", lambda run: run.resident_bytes / 1e9, digits=2)
-PREFIX = Column("prefix miss / hit", _prefix_ratio, more_is_better=True)
-ARRIVAL = Column("gap p99 during / p50 before", _worst_gap_ratio, digits=2)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure over the rounds."""
-
-    middle: float
-    least: float
-    limit: float
-    count: int
-
-
-def spread(values: Iterable[float]) -> Spread | None:
-    """The median with its range, or None if there are no values."""
-    known = sorted(values)
-    return Spread(median(known), known[0], known[-1], len(known)) if known else None
-
-
-def values(runs: Iterable[Run], model: str, variant: str, column: Column) -> dict[int, float]:
-    """One figure of one variant, by round."""
-    found = {run.round: column.read(run) for run in runs if (run.model, run.variant) == (model, variant)}
-    return {number: value for number, value in found.items() if value is not None}
-
-
-def best_peer(runs: list[Run], model: str, peers: Iterable[str], column: Column) -> str | None:
-    """The peer whose median is best in this column."""
-    medians = {
-        peer: found.middle for peer in peers if (found := spread(values(runs, model, peer, column).values()))
-    }
-    if not medians:
-        return None
-    return (max if column.more_is_better else min)(medians, key=medians.__getitem__)
-
-
-def ratio(runs: list[Run], model: str, ours: str, peer: str, column: Column) -> Spread | None:
-    """How many times better `ours` is than `peer`, over the rounds that measured both."""
-    mine, other = values(runs, model, ours, column), values(runs, model, peer, column)
-    pairs = [(mine[number], other[number]) for number in sorted(mine.keys() & other.keys())]
-    known = [pair for pair in pairs if pair[0] > 0 and pair[1] > 0]
-    return spread(a / b if column.more_is_better else b / a for a, b in known)
-
-
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """Ours against the best of some peers in one column, at least `at_least` times better; or, without peers,
+    """Ours against the best of some peers in one figure, at least `at_least` times better; or, without peers,
     a bound on the figure itself.
     """
 
     model: str
-    title: str
-    ours: str
+    figure: str
+    ours: str = "ours bf16"
     peers: tuple[str, ...] = ()
     at_least: float = 1.0
     at_most: float | None = None
+
+
+THROUGHPUT = {
+    ("28m", "ours bf16"): {1: 1.0, 8: 1.5, 32: 1.5}, ("28m", "ours int8"): {1: 1.5, 8: 2.0, 32: 2.0},
+    ("494m", "ours bf16"): {1: 1.0, 8: 1.3, 32: 1.3}, ("494m", "ours int8"): {1: 1.5, 8: 2.0, 32: 2.0},
+}  # fmt: skip
+GOALS = (
+    *(
+        Goal(model=model, figure=f"c={callers} tok/s", ours=ours, peers=SIXTEEN_BITS, at_least=times)
+        for (model, ours), levels in THROUGHPUT.items()
+        for callers, times in levels.items()
+    ),
+    *(
+        goal
+        for model, start_s in (("28m", 5.0), ("494m", 3.0))
+        for goal in (
+            Goal(model=model, figure="c=1 tok/s", ours="ours int4", peers=FOUR_BITS),
+            Goal(model=model, figure="c=8 TTFT p50", peers=VLLM, at_least=2.0),
+            Goal(model=model, figure="c=32 TTFT p50", peers=VLLM, at_least=2.0),
+            Goal(model=model, figure=PREFIX, at_least=10.0),
+            Goal(model=model, figure=GAPS, at_most=2.0),
+            Goal(model=model, figure=READY, at_most=start_s),
+            Goal(model=model, figure=LOADED, at_most=start_s),
+            Goal(model=model, figure=MEMORY, peers=VLLM, at_least=2.0),
+        )
+    ),
+)
+"""The marks that the engine is held to."""
+
+
+def values(runs: Iterable[Run], model: str, variant: str, figure: str) -> dict[int, float]:
+    """One figure of one variant, by round."""
+    found = {run.round: run.figures for run in runs if (run.model, run.variant) == (model, variant)}
+    return {number: figures[figure] for number, figures in found.items() if figure in figures}
+
+
+def is_rate(figure: str) -> bool:
+    """Whether more is better."""
+    return figure.endswith(("tok/s", PREFIX))
+
+
+def best_peer(runs: Sequence[Run], model: str, peers: Iterable[str], figure: str) -> str | None:
+    """The peer whose median is best."""
+    known = {peer: values(runs, model, peer, figure).values() for peer in peers}
+    medians = {peer: spread(found).median for peer, found in known.items() if found}
+    return (max if is_rate(figure) else min)(medians, key=medians.__getitem__) if medians else None
+
+
+def times_better(runs: Sequence[Run], model: str, ours: str, peer: str, figure: str) -> Spread | None:
+    """Of the rounds that measured both."""
+    mine, other = values(runs, model, ours, figure), values(runs, model, peer, figure)
+    pairs = [(mine[number], other[number]) for number in mine.keys() & other.keys()]
+    known = [(a, b) if is_rate(figure) else (b, a) for a, b in pairs if a > 0 and b > 0]
+    return spread(a / b for a, b in known) if known else None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,27 +112,74 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     goal: Goal
     peer: str
-    middle: float
-    least: float
-    limit: float
+    found: Spread
     met: bool
 
 
-def judge(goal: Goal, runs: list[Run]) -> Verdict | None:
+def judge(goal: Goal, runs: Sequence[Run]) -> Verdict | None:
     """Hold the median against the goal; None if it was not measured."""
-    known = {run_level.callers for run in runs for run_level in run.levels}
-    by_title = {column.title: column for column in [*columns(sorted(known)), LOADED, PREFIX, ARRIVAL]}
-    column = by_title.get(goal.title)
-    if column is None:
-        return None
-    peer = best_peer(runs, goal.model, goal.peers, column) if goal.peers else ""
+    peer = best_peer(runs, goal.model, goal.peers, goal.figure) if goal.peers else ""
     if peer is None:
         return None
     if peer:
-        found = ratio(runs, goal.model, goal.ours, peer, column)
+        found = times_better(runs, goal.model, goal.ours, peer, goal.figure)
     else:
-        found = spread(values(runs, goal.model, goal.ours, column).values())
+        known = values(runs, goal.model, goal.ours, goal.figure).values()
+        found = spread(known) if known else None
     if found is None:
         return None
-    met = found.middle <= goal.at_most if goal.at_most is not None else found.middle >= goal.at_least
-    return Verdict(goal=goal, peer=peer, middle=found.middle, least=found.least, limit=found.limit, met=met)
+    met = found.median <= goal.at_most if goal.at_most is not None else found.median >= goal.at_least
+    return Verdict(goal=goal, peer=peer, found=found, met=met)
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    return [found for goal in GOALS if (found := judge(goal, runs))]
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Of every model: its levels, the footprint and the goals."""
+    parts: list[str] = []
+    for model in dict.fromkeys(run.model for run in runs):
+        names = {name for run in runs if run.model == model for name in run.figures}
+        known = {run.variant for run in runs if run.model == model}
+        shown = [variant.name for variant in VARIANTS if variant.name in known]
+        levels = sorted({int(name[2:].split(" ")[0]) for name in names if name.startswith("c=")})
+        parts += [_level(runs, model, shown, callers) for callers in levels]
+        footprint = [name for name in FOOTPRINT if name in names]
+        rows = [(each, *(_figure(runs, model, each, name) for name in footprint)) for each in shown]
+        parts.append(table((f"{model}, times in ms", *footprint), rows))
+    goals = [
+        (
+            one.goal.model, one.goal.figure, one.goal.ours, one.peer or "itself", one.found,
+            f"<= {one.goal.at_most:g}" if one.goal.at_most is not None else f">= {one.goal.at_least:g}x",
+            "met" if one.met else "SHORT",
+        )
+        for one in verdicts(runs)
+    ]  # fmt: skip
+    parts += [table(("goals", "figure", "ours", "against", "measured", "goal", ""), goals)] if goals else []
+    return "\n\n".join(parts)
+
+
+def _level(runs: Sequence[Run], model: str, variants: Iterable[str], callers: int) -> str:
+    """A figure is followed by how many times better it is than the best 16-bit peer's."""
+    rows: list[list[object]] = []
+    for variant in variants:
+        cells: list[object] = [variant]
+        for name in LEVEL:
+            figure = f"c={callers} {name}"
+            cells.append(_figure(runs, model, variant, figure))
+            if name in RATED:
+                peer = best_peer(runs, model, SIXTEEN_BITS, figure)
+                found = times_better(runs, model, variant, peer, figure) if peer else None
+                cells.append(f"{found.median:.2f}x" if found else "")
+        rows.append(cells)
+    head = [each for name in LEVEL for each in ((name, "x") if name in RATED else (name,))]
+    return table((f"{model}, {callers} at once", *head), rows)
+
+
+def _figure(runs: Sequence[Run], model: str, variant: str, figure: str) -> str:
+    found = values(runs, model, variant, figure).values()
+    return str(spread(found)) if len(found) > 1 else "".join(map(short, found))

@@ -4,25 +4,24 @@ streams.
 
 import asyncio
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from bench.peers.figures import Arrival, Level, PrefixTimes
+from bench.peers.figures import GAPS, LEVEL, PREFIX
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.bench.load import Level as LoadLevel
 from penstock.bench.load import LoadRun, RequestShape, percentile, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
-from penstock.bench.report import level_report
+from penstock.bench.report import LevelReport, level_report
 from penstock.clock import NS_PER_MS, SystemClock, sleep
 from penstock.protocol.server_answers import decode_chat_event
 from penstock.protocol.stream import EventReader
 
-OUTPUT_TOKENS = 64
-PROMPT_TOKENS = 110
-PREFIX_TOKENS = 1500
+OUTPUT_TOKENS, PROMPT_TOKENS, PREFIX_TOKENS = 64, 110, 1500
 LONG_WORDS = 1000
 PREFIX_REPEATS = 3
 STREAMS = 8
@@ -32,9 +31,9 @@ STREAM_TOKENS_MAX = 1500
 TOGETHER_NS = NS_PER_MS // 2
 """Pieces closer than this came from one step, or waited together: between them there is no gap to speak
 of."""
-STREAM_WAIT_S = 300.0
-POLL_S = 0.005
+STREAM_WAIT_S, POLL_S = 300.0, 0.005
 PROBE_WORDS = (8, 72)
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +41,10 @@ class Plan:
     """The work of one server."""
 
     seed: int
-    levels: tuple[int, ...]
-    requests: tuple[int, ...]
-    """How many to send, level by level."""
-    prefix: bool
-    arrival: bool
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """How words become tokens on this server (measured)."""
-
-    per_word: float
-    overhead: float
+    levels: dict[int, int]
+    """How many requests to send, by callers."""
+    has_long: bool
+    """A shared prefix, and a long prompt that arrives."""
 
 
 class Bench:
@@ -65,73 +55,54 @@ class Bench:
         self._clock = SystemClock()
         self._plan, self._tag = plan, tag
         self._shape = RequestShape(model=model, output_tokens=OUTPUT_TOKENS)
-        self._tokens = Tokens(1.0, 0.0)
+        self._per_word, self._overhead = 1.0, 0.0
 
     async def calibrate(self) -> None:
         """Two probes tell tokens per word and what the chat template adds; then every path is warmed up."""
-        short = RequestShape(model=self._shape.model, output_tokens=1)
-        counts = [
-            (
-                await probe(self._client, short, probe_prompt(self._plan.seed, f"{self._tag} probe", words))
-            ).prompt_tokens
-            for words in PROBE_WORDS
-        ]
-        per_word = max(0.1, (counts[1] - counts[0]) / (PROBE_WORDS[1] - PROBE_WORDS[0]))
-        self._tokens = Tokens(per_word, max(0.0, counts[0] - per_word * PROBE_WORDS[0]))
+        short, counts = RequestShape(model=self._shape.model, output_tokens=1), list[int]()
+        for words in PROBE_WORDS:
+            prompt = probe_prompt(self._plan.seed, f"{self._tag} probe", words)
+            counts.append((await probe(self._client, short, prompt)).prompt_tokens)
+        self._per_word = max(0.1, (counts[1] - counts[0]) / (PROBE_WORDS[1] - PROBE_WORDS[0]))
+        self._overhead = max(0.0, counts[0] - self._per_word * PROBE_WORDS[0])
         for callers in self._plan.levels:
-            warm = RequestShape(model=self._shape.model, output_tokens=8)
-            level = LoadLevel(name=f"warm{callers}", requests_max=callers, concurrency=callers)
-            await LoadRun(self._client, warm, level, seed=1, clock=self._clock).run(self._prompts(level.name))
+            await self._load(f"warm{callers}", callers, callers, output_tokens=8)
 
-    async def level(self, callers: int, requests: int) -> Level:
-        """One closed-loop level."""
-        level = LoadLevel(name=f"c{callers}", requests_max=requests, concurrency=callers)
-        run = LoadRun(self._client, self._shape, level, seed=self._plan.seed, clock=self._clock)
-        await run.run(self._prompts(level.name))
-        report = level_report(level, run)
-        return Level(
-            callers=callers,
-            requests=report.requests_ok,
-            failed=report.requests_failed,
-            errors=report.errors,
-            prompt_tokens=report.prompt_tokens,
-            cached_tokens=report.cached_tokens,
-            output_tokens=report.output_tokens,
-            output_tokens_per_s=report.output_tokens_per_s,
-            ttft_p50_ms=report.ttft_ms.p50,
-            ttft_p95_ms=report.ttft_ms.p95,
-            tpot_p50_ms=report.tpot_ms.p50,
-            tpot_p95_ms=report.tpot_ms.p95,
-        )
+    async def level(self, callers: int, requests: int) -> tuple[Figures, dict[str, int]]:
+        """One closed-loop level: its figures, none if nothing succeeded, and what failed."""
+        found = await self._load(f"c{callers}", callers, requests)
+        times = (found.ttft_ms.p50, found.ttft_ms.p95, found.tpot_ms.p50, found.tpot_ms.p95)
+        named = zip(LEVEL, (found.output_tokens_per_s, *times), strict=True)
+        figures = {f"c={callers} {name}": round(value, 3) for name, value in named}
+        return figures if found.requests_ok else {}, found.errors
 
-    async def prefix(self) -> PrefixTimes:
+    async def prefix(self) -> Figures:
         """TTFT of a prompt whose first tokens nobody has sent before, then of one that shares them."""
         times: dict[str, list[float]] = {"miss": [], "hit": []}
-        words = round(PREFIX_TOKENS / self._tokens.per_word)
+        words = round(PREFIX_TOKENS / self._per_word)
         for number in range(PREFIX_REPEATS):
             shared = f"{self._tag} {number} " + sentence(self._plan.seed, f"{self._tag}/{number}", words)
             for kind, ending in (("miss", "water river stone"), ("hit", "light house garden")):
-                sink = Gaps(self._clock)
-                sent_ns = self._clock.now_ns()
+                sink, sent_ns = Gaps(self._clock), self._clock.now_ns()
                 await self._stream(f"{shared} {ending}", 4, sink)
                 times[kind].append((sink.stamps[0] - sent_ns) / NS_PER_MS)
-        return PrefixTimes(miss_ms=_median(times["miss"]), hit_ms=_median(times["hit"]))
+        found = {kind: statistics.median(each) for kind, each in times.items()}
+        return found | {PREFIX: found["miss"] / found["hit"]}
 
-    async def arrival(self) -> Arrival:
+    async def arrival(self) -> Figures:
         """Gaps between the tokens of running streams before a long prompt arrives and until its first
         token.
         """
-        sinks = [Gaps(self._clock) for _ in range(STREAMS)]
-        prompts = self._prompts("arrival")
+        sinks, prompts = [Gaps(self._clock) for _ in range(STREAMS)], self._prompts("arrival")
+        texts = [str(next(prompts).messages[0]["content"]) for _ in sinks]
         async with asyncio.timeout(STREAM_WAIT_S):
             tasks = [
-                asyncio.ensure_future(self._stream(_text(next(prompts)), STREAM_TOKENS_MAX, sink))
-                for sink in sinks
+                asyncio.ensure_future(self._stream(text, STREAM_TOKENS_MAX, sink))
+                for text, sink in zip(texts, sinks, strict=True)
             ]
             try:
                 await _until(lambda: all(len(sink.stamps) >= QUIET_TOKENS for sink in sinks), tasks)
-                sent_ns = self._clock.now_ns()
-                long = Gaps(self._clock)
+                sent_ns, long = self._clock.now_ns(), Gaps(self._clock)
                 text = f"{self._tag} long " + sentence(self._plan.seed, f"{self._tag}/long", LONG_WORDS)
                 await self._stream(text, 1, long)
                 # A stream that was held up all the while has its long gap only once its next token is there.
@@ -141,27 +112,31 @@ class Bench:
                     task.cancel()  # Closes its connection: servers stop generating for it.
                 await asyncio.gather(*tasks, return_exceptions=True)
         before, during = gaps_around(sinks, sent_ns, long.stamps[0])
-        return Arrival(
-            ttft_ms=(long.stamps[0] - sent_ns) / NS_PER_MS,
-            before_p50_ms=percentile(before, 0.5) / NS_PER_MS,
-            before_p99_ms=percentile(before, 0.99) / NS_PER_MS,
-            during_p50_ms=percentile(during, 0.5) / NS_PER_MS,
-            during_p99_ms=percentile(during, 0.99) / NS_PER_MS,
-            during_max_ms=during[-1] / NS_PER_MS,
-        )
+        found = {
+            f"gap {name} {when}": percentile(gaps, share) / NS_PER_MS
+            for when, gaps in (("before", before), ("during", during))
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        found |= {"gap most": during[-1] / NS_PER_MS, "long TTFT": (long.stamps[0] - sent_ns) / NS_PER_MS}
+        return found | {GAPS: found["gap p99 during"] / found["gap p50 before"]}
 
     async def close(self) -> None:
         await self._client.close()
 
+    async def _load(
+        self, name: str, callers: int, requests: int, output_tokens: int = OUTPUT_TOKENS
+    ) -> LevelReport:
+        level = LoadLevel(name=name, requests_max=requests, concurrency=callers)
+        shape = replace(self._shape, output_tokens=output_tokens)
+        run = LoadRun(self._client, shape, level, seed=self._plan.seed, clock=self._clock)
+        await run.run(self._prompts(name))
+        return level_report(level, run)
+
     def _prompts(self, run: str) -> Iterator[Prompt]:
         plan = PromptPlan(
-            seed=self._plan.seed,
-            run=f"{self._tag} {run}",
-            prompt_tokens=PROMPT_TOKENS,
-            shared_tokens=0,
-            tokens_per_word=self._tokens.per_word,
-            overhead_tokens=self._tokens.overhead,
-        )
+            seed=self._plan.seed, run=f"{self._tag} {run}", prompt_tokens=PROMPT_TOKENS, shared_tokens=0,
+            tokens_per_word=self._per_word, overhead_tokens=self._overhead,
+        )  # fmt: skip
         return made(plan)
 
     async def _stream(self, text: str, max_tokens: int, sink: "Gaps") -> ApiResponse:
@@ -183,7 +158,7 @@ class Gaps:
     def on_bytes(self, data: bytes) -> None:
         now_ns = self._clock.now_ns()
         for event in self._reader.feed(data):
-            is_output = event != b"[DONE]" and any(choice.is_output for choice in _decode(event))
+            is_output = event != b"[DONE]" and _has_output(event)
             if is_output and (not self.stamps or now_ns - self.stamps[-1] >= TOGETHER_NS):
                 self.stamps.append(now_ns)
 
@@ -215,17 +190,8 @@ async def _until(reached: Callable[[], bool], streams: list["asyncio.Task[ApiRes
         await sleep(POLL_S)
 
 
-def _decode(event: bytes) -> tuple:
+def _has_output(event: bytes) -> bool:
     try:
-        return decode_chat_event(event).choices
+        return any(choice.is_output for choice in decode_chat_event(event).choices)
     except msgspec.DecodeError:
-        return ()
-
-
-def _text(prompt: Prompt) -> str:
-    return str(prompt.messages[0]["content"])
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+        return False

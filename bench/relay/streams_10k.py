@@ -143,7 +143,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=40, help="batches that step one after the other")
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
-    parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
     args = parser.parse_args()
     period_us = args.period_ms * 1000
     with tempfile.TemporaryDirectory(prefix="streams-") as name:
@@ -157,7 +156,7 @@ def main() -> None:
         )  # fmt: skip
         time.sleep(0.5)
         gateway = Process(
-            sys.executable, str(HERE / "gateway.py"), socket, str(port), args.features, log=place / "g",
+            sys.executable, str(HERE / "gateway.py"), socket, str(port), log=place / "g",
             PENSTOCK_STATE_DIR=str(place / "state"),
         )  # fmt: skip
         try:

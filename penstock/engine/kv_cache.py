@@ -36,6 +36,8 @@ from penstock.types import BLOCK_TOKENS
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 AHEAD_BYTES = 8 * HUGE_PAGE_BYTES
 """Of a cache that are committed before a step needs them."""
+IDLE_AHEAD_BYTES = 32 * HUGE_PAGE_BYTES
+"""The same, by the time that nothing has run for long enough."""
 _STEPS = 127.0
 """Of a rounded head, from zero to its largest value."""
 _LEAST = 1e-30
@@ -107,6 +109,10 @@ class KVCache:
             ahead = _CommitAhead(self.tensor.data_ptr(), self.tensor.nbytes)
             ahead.used_to(0)
             self._ahead = ahead
+
+    def commit_idly(self) -> bool:
+        """Commit one huge page more, now that nothing runs; False: as many are as is worth it."""
+        return self._ahead is not None and self._ahead.commit_one()
 
     def scratch(self, *shape: int) -> torch.Tensor:
         """Memory for what is read out of the cache, or goes into it."""
@@ -182,6 +188,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 END_S = 1.0
 """How long the owner of a thread waits for its end."""
+_LIBC = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23
 """Since Linux 5.14. Pages keep what they hold."""
 
@@ -192,11 +199,16 @@ class _CommitAhead:
     The system clears a huge page when it is first touched, which takes longer than a step of a small model
     that decodes: one stream at the end of a page would hold up all. Blocks that were never used are given
     out in their order, so that what is used next is known.
+
+    Beside steps the thread takes a core from them for as long: 0.2 ms a page, and 4 ms on a virtual machine
+    whose host had taken the page back. So whoever has nothing to run commits further ahead (`commit_one`),
+    and the thread has work only in a load that never pauses.
     """
 
     def __init__(self, address: int, num_bytes: int) -> None:
         """Of the cache; `address` is the start of a huge page."""
-        self._num_bytes, self._asked = num_bytes, 0
+        self._address, self._num_bytes, self._asked, self._used = address, num_bytes, 0, 0
+        self._can_commit = True
         self._pieces: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         # The thread must not know this object: without references, it ends its thread.
         thread = threading.Thread(target=_commit, args=(address, self._pieces), name="kv-commit", daemon=True)
@@ -205,6 +217,7 @@ class _CommitAhead:
 
     def used_to(self, num_bytes: int) -> None:
         """So many of the first bytes are used, or were. Costs nothing where no further page is begun."""
+        self._used = max(self._used, num_bytes)
         wanted = -(-(num_bytes + AHEAD_BYTES) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         wanted = min(wanted, self._num_bytes)
         if wanted > self._asked:
@@ -212,6 +225,15 @@ class _CommitAhead:
             first = max(self._asked, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
             self._asked = wanted
             self._pieces.put((first, wanted))
+
+    def commit_one(self) -> bool:
+        """One page, up to `IDLE_AHEAD_BYTES` of what is used; False: they are."""
+        at, end = self._asked, min(self._used + IDLE_AHEAD_BYTES, self._num_bytes)
+        if at >= end or not self._can_commit:
+            return False
+        self._asked = at + HUGE_PAGE_BYTES
+        self._can_commit = _populate(self._address + at, min(HUGE_PAGE_BYTES, self._num_bytes - at))
+        return self._can_commit
 
     def __del__(self) -> None:
         if (thread := getattr(self, "_thread", None)) is None:
@@ -222,13 +244,16 @@ class _CommitAhead:
 
 def _commit(address: int, pieces: "SimpleQueue[tuple[int, int] | None]") -> None:
     """The thread's life. Where the system cannot commit ahead, pages come when they are touched."""
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     while (piece := pieces.get()) is not None:
         first, end = piece
         for at in range(first, end, HUGE_PAGE_BYTES):  # One at a time: no other call waits for more.
-            if advise(address + at, min(HUGE_PAGE_BYTES, end - at), _MADV_POPULATE_WRITE):
+            if not _populate(address + at, min(HUGE_PAGE_BYTES, end - at)):
                 return
+
+
+def _populate(address: int, num_bytes: int) -> bool:
+    """Whether the system can; it does not hold the interpreter meanwhile."""
+    return _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0
 
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 Every tensor's name, type and shape is checked against the spec before anything is read. Each is read when the
 decoder that is being built takes it: copied once into its place in a fused weight of the dtype that is
 wanted, or, where it is packed next, handed out as it lies in the mapped file, quantized layers as integers
-if the kernels compute with those. So at no time is more than one weight in memory twice. Also makes weights
+if the kernels compute with those. So at no time is more than one weight in memory twice, but for a bounded
+few that wait to be packed (`native/packing.py`). Also makes weights
 up, for benchmarks that have only a `config.json`.
 """
 

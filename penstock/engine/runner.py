@@ -170,6 +170,10 @@ class Runner:
     def _has_grammar(self, row: int) -> bool:
         return self._grammars is not None and row in self._grammars
 
+    def idle(self) -> bool:
+        """See `Prepares`."""
+        return self._cache.commit_idly()
+
     def weight_check(self, clock: Clock) -> WeightCheck:
         """The background check of its weights in idle time."""
         return WeightCheck(self._model.weights(), clock)

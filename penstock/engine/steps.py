@@ -53,7 +53,7 @@ class Prepares(Protocol):
     """A runner that can make use of idle time."""
 
     def idle(self) -> bool:
-        """Prepare one thing (capture a graph that was missed). False: there is nothing to do."""
+        """Prepare one thing (capture a graph that was missed, commit memory). False: nothing is left."""
         ...
 
 

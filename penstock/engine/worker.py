@@ -37,6 +37,7 @@ from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
+from penstock.engine.grammar.vocabulary import Vocabulary, begin_vocabulary
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.machine_watch import FaultWatch, Remedy, watch_device
 from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch
@@ -45,7 +46,6 @@ from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.sleep import Bed, WarmsUpAgain
 from penstock.errors import DeviceFault, EngineFault, OperatorError
-from penstock.models.files import has_file
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import (
     FALLING_ASLEEP,
@@ -234,33 +234,35 @@ def load(
     progress("importing", 0, 0)
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(_imported(module), factory)
+    # One that was asleep has it still.
+    vocabulary = begin_vocabulary(Path(launch.model_path)) if server.grammars is None else None
     runner = build(launch.model_path, launch.engine, clock, progress)
     progress(WARMING_UP, 0, 0)
     if wakes and isinstance(runner, WarmsUpAgain):
         runner.warm_up_again()
     else:
         runner.warm_up()
-    info = _use_grammars(runner, Path(launch.model_path), server)
+    info = _use_grammars(runner, vocabulary, server)
     build_engine = build_vector_core if runner.info.pooling else build_core
     return build_engine(runner, launch.engine, launch.hash_key, clock), info
 
 
-def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
+def _use_grammars(runner: StepRunner, vocabulary: Vocabulary | None, server: WorkerServer) -> ModelInfo:
     """Let requests bring grammars, if the runner can follow them and the tokenizer is fit for it."""
     info = runner.info
     if not isinstance(runner, FollowsGrammars):
         _log.info("no structured output: this runner does not hold answers to grammars")
         return info
-    if not has_file(model_dir / "tokenizer.json"):
-        _log.info("no structured output: the model has no tokenizer.json")
-        return info
-    try:
-        from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
-    except ImportError:
-        _log.info("no structured output: it needs llguidance, which the extra 'engine' brings")
-        return info
     if server.grammars is None:  # Else it was asleep.
-        tokens = GrammarTokens.load(model_dir, info.vocab_size)
+        if vocabulary is None:
+            _log.info("no structured output: the model has no tokenizer.json")
+            return info
+        try:
+            from penstock.engine.grammar.compiler import GrammarCompiler
+        except ImportError:
+            _log.info("no structured output: it needs llguidance, which the extra 'engine' brings")
+            return info
+        tokens = vocabulary.tokens()
         if tokens is None:
             return info
         server.use_grammars(GrammarCompiler(tokens))

@@ -51,7 +51,7 @@ from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Respon
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
-from penstock.gateway.identity.tenants import Caller
+from penstock.gateway.identity.tenants import Caller, TenantTable
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.shared.fair import FairExchange
@@ -306,8 +306,14 @@ class Gateway:
             route.check_body(head)
         except PenstockError as error:
             return error_response(error)
-        msgspec.structs.force_setattr(head, "seen", _Entered(handler, caller))
+        table = self.tenancy.table if caller is not None and caller.steady else None
+        msgspec.structs.force_setattr(head, "seen", _Entered(handler, caller, table))
         return None
+
+    def knows(self, head: RequestHead) -> bool:
+        """Whether this head was let in by the callers' table in force."""
+        seen = head.seen
+        return isinstance(seen, _Entered) and seen.table is self.tenancy.table
 
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
@@ -315,7 +321,7 @@ class Gateway:
         if self._traces.exports or b"traceparent" in exchange.head.headers:
             self._traces.begin(exchange)
         if isinstance(seen := exchange.head.seen, _Entered):
-            handler, caller = seen
+            handler, caller, _ = seen
         else:
             try:
                 route = self._routes.find(exchange.path)
@@ -481,6 +487,8 @@ class _Entered(NamedTuple):
 
     handler: Handler
     caller: Caller | None
+    table: TenantTable | None
+    """The one that says so, for as long as it is in force; None: it may say something else later."""
 
 
 def _options(route: Route) -> Response:

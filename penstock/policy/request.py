@@ -222,7 +222,13 @@ class Request(Work):
             if event is Event.DISPATCH:
                 self.dispatched_ns = now_ns
             self.attempts += Step.START in actions
-            self._stamp(state, now_ns)
+            if state is State.QUEUED:
+                self.entered_ns = now_ns
+            elif state is State.STREAMING:
+                if self.first_output_ns < 0:
+                    self.first_output_ns = now_ns
+            elif state is State.ENDED:
+                self.ended_ns = now_ns
         return actions
 
     def stream_ended(self, choice: int, usage: Usage) -> None:
@@ -253,7 +259,7 @@ class Request(Work):
     def longest_answer(self) -> int:
         """Tokens of the longest choice."""
         lengths = [usage.completion_tokens for usage in self.used_by_choice.values()]
-        return max(lengths) if lengths else 0
+        return max(lengths, default=0)
 
     def used(self) -> Usage:
         """Usage of all choices: every prompt once, every answer. Times are the first choice's."""
@@ -329,15 +335,6 @@ class Request(Work):
             origin_id=facts.origin_id,
         )
 
-    def _stamp(self, state: State, now_ns: int) -> None:
-        if state is State.QUEUED:
-            self.entered_ns = now_ns
-        elif state is State.STREAMING:
-            if self.first_output_ns < 0:
-                self.first_output_ns = now_ns
-        elif state is State.ENDED:
-            self.ended_ns = now_ns
-
 
 def request_of(
     facts: RequestFacts, now_ns: int, model_queue: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
@@ -399,7 +396,8 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
 def charge(request: Request, output_tokens: int) -> None:
     """Its tenant's fair share pays for the prompt and so much of the answer."""
     prompt, cached = request.facts.prompt_tokens, request.counted_cached_tokens
-    request.model_queue.queue.charge(request, cost(prompt - cached, cached, output_tokens))
+    tenths = cost(prompt - cached, cached, output_tokens)
+    request.model_queue.queue.bands[request.level].charge(request, tenths)
 
 
 def charge_matched(request: Request) -> None:

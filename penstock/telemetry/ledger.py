@@ -146,7 +146,7 @@ class Ledger:
             Overloaded: it cannot be written down, and `ledger.when_full` says to refuse.
         """
         if self._journal is not None:
-            self._journal.open(_bounded(record))
+            self._journal.open(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._flush_soon()
 
     def slice(self, request_id: str, make: Callable[[], Progress]) -> None:
@@ -156,10 +156,10 @@ class Ledger:
             self._flush_soon()
 
     def close(self, record: UsageRecord) -> None:
-        """It is over; exactly once."""
+        """It is over; exactly once. That is written when this returns."""
         if self._journal is not None:
-            self._journal.close(_bounded(record))
-            self._flush_soon()
+            self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
+            self._journal.flush()
 
     def flush(self) -> None:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""
@@ -219,8 +219,6 @@ class Ledger:
 
 
 def _bounded(record: UsageRecord) -> UsageRecord:
-    if len(record.user) <= USER_CHARS_MAX:
-        return record
     return replace(record, user=record.user[:USER_CHARS_MAX])
 
 
@@ -251,7 +249,6 @@ class RequestRecords:
         if version := self._prices.version:
             record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
         self._ledger.close(record)
-        self._ledger.flush()
 
     def flush(self) -> None:
         """Write what was opened, before any of it is started."""

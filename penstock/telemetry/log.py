@@ -97,13 +97,9 @@ class Log:
         )
         self._handler.setFormatter(self._lines)
         self._level = logging.getLevelNamesMapping()[config.level.upper()]
-        self._access = config.access
-        self._access_lines: list[str] = []
-
-    @property
-    def tells_requests(self) -> bool:
+        self.tells_requests = config.access and self._level <= logging.INFO
         """Whether single requests have lines."""
-        return self._access and self._level <= logging.INFO
+        self._access_lines: list[str] = []
 
     def debug(self, message: str, **fields: Field) -> None:
         """Details for hunting a bug."""
@@ -252,7 +248,7 @@ class _TextLines(_Lines):
         what = self._shown(f"{access.method} {access.path}")
         line = (
             f"{self._clock_time()} {self._debug if access.is_poll else self._info} {what} "
-            f"{access.status} duration_ms={_ms(access.duration_ns)}"
+            f"{access.status} duration_ms={round(access.duration_ns / NS_PER_MS, 3)}"
         )
         if access.request_id is not None:
             line += f" request_id={access.request_id}"
@@ -264,7 +260,7 @@ class _TextLines(_Lines):
                 f"prompt_tokens={access.prompt_tokens} cached_tokens={access.cached_tokens} "
                 f"generated_tokens={access.generated_tokens}"
             )
-        return line if access.ttft_ns is None else f"{line} ttft_ms={_ms(access.ttft_ns)}"
+        return line if access.ttft_ns is None else f"{line} ttft_ms={round(access.ttft_ns / NS_PER_MS, 3)}"
 
     def _clock_time(self) -> str:
         """The time of day, which changes its first eight characters once a second."""

@@ -31,6 +31,7 @@ import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.models.files import has_file
+from penstock.text.outline import Outlines, Unreadable, watch
 from penstock.text.sandbox import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
 from penstock.text.template_tree import Unbounded
 from penstock.text.template_worker import (
@@ -351,6 +352,26 @@ class ChatTemplate:
             ) from error
         return self._child.render(name, variables)
 
+    def outlines(self, *, nonce: str) -> Outlines | None:
+        """The outlines of chats without tools; None: it does not run here, or cannot be followed."""
+        if not self.exists or (name := self._name(with_tools=False)) not in self._here:
+            return None
+        words, tokens, chars_max = set[str](), self._special_tokens, self._chars_max
+        try:
+            watched = compile_metered(
+                self.sources[name],
+                self._wall_ns,
+                chars_max=chars_max,
+                change=lambda tree: words.update(watch(tree)),
+            )
+        except (Unbounded, Unreadable):
+            return None
+
+        def render(values: Mapping[str, Any]) -> str:
+            return watched.render({**tokens, **values}, num_bytes=0, chars_max=chars_max)
+
+        return Outlines(render, words, nonce=nonce, chars_max=chars_max)
+
     def close(self) -> None:
         """End the process of templates that do not run here, if there is one."""
         self._child.close()
@@ -384,8 +405,8 @@ def template_values(
     }
 
 
-def encoded(values: Mapping[str, Any]) -> bytes:
-    """The request's values as JSON.
+def encoded(values: Mapping[str, Any] | Sequence[str]) -> bytes:
+    """The request's values, or texts, as JSON.
 
     Raises:
         InvalidRequest: they nest too deeply.

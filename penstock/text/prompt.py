@@ -13,6 +13,7 @@ the ids of plain text.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import jinja2
@@ -21,6 +22,7 @@ import tokenizers
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, Message, encoded, template_values
+from penstock.text.outline import Outlines
 from penstock.text.sandbox import SOURCE_CHARS_MAX, template_environment
 from penstock.text.template_tree import texts_read
 from penstock.text.tokenizer import Tokenizer, check_unicode
@@ -218,6 +220,32 @@ class ChatPrompts:
             if template.exists
             else None
         )
+        self._nonce = nonce.hex()
+
+    @cached_property
+    def _outlines(self) -> Outlines | None:
+        return self.template.outlines(nonce=self._nonce)
+
+    def of_texts(
+        self,
+        roles: Sequence[str],
+        texts: Sequence[str],
+        *,
+        add_generation_prompt: bool = True,
+        trusted: bool = False,
+    ) -> tuple[int, ...] | None:
+        """Token ids of messages that have these roles and texts and nothing else, where the template does not
+        have to run for them; None: it does. They are the same as `token_ids` makes.
+        """
+        if (outlines := self._outlines) is None:
+            return None
+        text = outlines.prompt(roles, texts, add_generation_prompt=add_generation_prompt)
+        if text is None:
+            return None
+        markers = None if trusted else self._markers
+        if markers is not None and markers.occur(encoded(texts), texts):
+            return None
+        return self._tokenizer.encode(text)
 
     def token_ids(
         self,

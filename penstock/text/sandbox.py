@@ -209,8 +209,14 @@ def too_long(chars_max: int) -> InvalidRequest:
     return InvalidRequest(f"the prompt is over the bound of {chars_max} characters", param="messages")
 
 
-def compile_metered(source: str, wall_ns: Callable[[], int], *, chars_max: int) -> MeteredTemplate:
-    """Compile a template to be run here.
+def compile_metered(
+    source: str,
+    wall_ns: Callable[[], int],
+    *,
+    chars_max: int,
+    change: Callable[[nodes.Template], object] | None = None,
+) -> MeteredTemplate:
+    """Compile a template to be run here, after that `change` of its syntax tree.
 
     Raises:
         Unbounded: it has to run in a process of its own; the message says why.
@@ -225,6 +231,8 @@ def compile_metered(source: str, wall_ns: Callable[[], int], *, chars_max: int) 
     environment.filters.update(_charges(meter))  # pyright: ignore[reportUnknownMemberType]
     try:
         tree = environment.parse(source)
+        if change is not None:
+            change(tree)
         rewrite(tree)
         tree.set_environment(environment)
         return MeteredTemplate(environment.from_string(tree), meter)

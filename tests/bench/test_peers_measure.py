@@ -4,10 +4,11 @@ import asyncio
 
 from scripted_endpoint import Script, StandIn
 
+from bench.peers.figures import PREFIX
 from bench.peers.measure import Bench, Gaps, Plan, gaps_around
 from penstock.clock import NS_PER_MS, ManualClock
 
-PLAN = Plan(seed=1, levels=(2,), requests=(4,), prefix=True, arrival=True)
+PLAN = Plan(seed=1, levels={2: 4}, has_long=True)
 
 
 def stamped(*at_ms: int) -> Gaps:
@@ -39,15 +40,14 @@ def test_a_server_is_measured_whole():
         async with StandIn(Script(gap_s=0.001)).listening() as url:
             bench = Bench(url, "scripted", PLAN, "r1")
             await bench.calibrate()
-            level = await bench.level(2, 4)
-            assert (level.requests, level.failed, level.output_tokens) == (4, 0, 4 * 64)
-            assert level.output_tokens_per_s > 0
-            prefix = await bench.prefix()
-            assert prefix.miss_ms > 0
-            assert prefix.hit_ms > 0
-            arrival = await bench.arrival()
-            assert 0 < arrival.before_p50_ms <= arrival.before_p99_ms
-            assert arrival.during_p50_ms <= arrival.during_p99_ms <= arrival.during_max_ms
+            figures, errors = await bench.level(2, 4)
+            assert errors == {}
+            assert figures["c=2 tok/s"] > 0
+            figures |= await bench.prefix()
+            assert min(figures["miss"], figures["hit"], figures[PREFIX]) > 0
+            figures |= await bench.arrival()
+            assert 0 < figures["gap p50 before"] <= figures["gap p99 before"]
+            assert figures["gap p50 during"] <= figures["gap p99 during"] <= figures["gap most"]
             await bench.close()
 
     asyncio.run(run())

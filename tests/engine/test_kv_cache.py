@@ -82,6 +82,35 @@ def test_pages_that_were_skipped_are_not_committed_for_it(cache: KVCache) -> Non
     assert not resident(cache, AHEAD_BYTES, 400 * cache.tensor[0].nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
 
+def test_idle_time_commits_further_and_no_more_than_is_worth_it(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = AHEAD_BYTES + 4 * HUGE_PAGE_BYTES
+    monkeypatch.setattr("penstock.engine.kv_cache.IDLE_AHEAD_BYTES", end)
+    assert not cache.commit_idly(), "before it serves"
+    cache.commit_ahead()
+    wait_for(cache, 0, AHEAD_BYTES)
+    for committed in range(AHEAD_BYTES, end, HUGE_PAGE_BYTES):
+        assert cache.commit_idly()
+        assert resident(cache, committed, committed + HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    assert not cache.commit_idly()
+    assert not resident(cache, end, cache.tensor.nbytes - HUGE_PAGE_BYTES)
+    cache.clear([HUGE_PAGE_BYTES // cache.tensor[0].nbytes])
+    assert cache.commit_idly(), "one page more is used"
+
+
+def test_a_system_that_cannot_commit_is_not_asked_again(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.commit_ahead()
+    wait_for(cache, 0, AHEAD_BYTES)
+    asked = list[int]()
+    monkeypatch.setattr("penstock.engine.kv_cache._populate", lambda address, _: bool(asked.append(address)))
+    assert not cache.commit_idly()
+    assert not cache.commit_idly()
+    assert len(asked) == 1
+
+
 def test_a_machine_without_another_thread_serves_all_the_same(
     cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

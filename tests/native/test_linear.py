@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from native_ops import linear
 
 from penstock.engine.native.library import Epilogue, Type
+from penstock.engine.native.packing import Packing
 from penstock.engine.native.weights import Matrix, can_stack, exact, int4, int8, pack, pack_stacked
 
 # Odd sizes on purpose: n and k that are multiples of no tile, one panel, several pieces of k.
@@ -92,10 +93,10 @@ def test_parts_are_packed_as_the_whole_would_be(kernels, rng):
     assert not can_stack(parts[::-1])
     makers = [exact, partial(int4, kernels)] + [partial(int8, kernels)] * kernels.supports(Type.I8)
     for make in makers:
-        apart, together = (
-            pack_stacked(kernels, [make(part) for part in parts], bias),
-            pack(kernels, make(whole, bias)),
-        )
+        packing = Packing(kernels)
+        apart = pack_stacked(packing, [make(part) for part in parts], bias)
+        packing.finish()
+        together = pack(kernels, make(whole, bias))
         assert (apart.n, apart.k, apart.kind) == (together.n, together.k, together.kind)
         assert len(apart.tensors) == len(together.tensors) > 1
         assert all(map(torch.equal, apart.tensors, together.tensors))

@@ -194,7 +194,7 @@ def test_a_correction_elsewhere_is_found_at_once() -> None:
     queue.served_elsewhere(level, TenantId("a"), 500)
     first = queue.bands[level]._first()
     assert first is not None
-    assert first.tenant == "b"
+    assert first[0].tenant == "b"
     queue.served_elsewhere(level, TenantId("a"), -600)
     assert taken(queue) == ["a0", "b0"]
 

@@ -70,13 +70,11 @@ class TritonMatrixOps:
         is_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 4
         self.float8 = not is_cuda or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
-        self.tiles: Tiles | None = None
-        """Set by benchmarks that try others."""
 
     def multiply(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         """See `MatrixOps`."""
         (rows, k), n, group = x.shape, weight.shape[0], weight.group
-        tiles = self.tiles or self._tiles(rows, weight)
+        tiles = self._tiles(rows, weight)
         grid = (-(-n // tiles.outputs), -(-rows // tiles.rows), tiles.splits)
         is_split = tiles.splits > 1
         target = x.new_empty(tiles.splits, rows, n, dtype=torch.float32) if is_split else out

@@ -36,6 +36,7 @@ from penstock.engine.native.library import (
     PsWeight,
     Type,
 )
+from penstock.engine.native.packing import Packing
 from penstock.engine.native.weights import (
     Matrix,
     NativeWeight,
@@ -44,7 +45,7 @@ from penstock.engine.native.weights import (
     int4,
     int8,
     multiply,
-    pack,
+    pack_into,
     pack_stacked,
     quantized,
 )
@@ -145,12 +146,14 @@ class _Angles:
 
 
 class _Packer:
-    """Rounds and packs weights; which precision is chosen once."""
+    """Rounds and packs a model's weights, until `finish`; which precision is chosen once."""
 
     def __init__(
         self, kernels: NativeLibrary, precision: Precision, activation: ActivationKind, dtype: torch.dtype
     ) -> None:
-        self._kernels, self.dtype = kernels, dtype
+        self._packing, self.dtype = Packing(kernels), dtype
+        self.finish = self._packing.finish
+        """Its weights can be computed with after that."""
         self._gate = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}[activation]
         rounded_8, rounded_4 = partial(int8, kernels), partial(int4, kernels)
         self._inner = {"native": exact, "int8": rounded_8, "int4": rounded_4}[precision]
@@ -160,8 +163,8 @@ class _Packer:
     def plain(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """A weight by itself."""
         if not isinstance(weight, tuple):
-            return pack(self._kernels, self._matrix(weight, bias))
-        return pack_stacked(self._kernels, [self._inner(part) for part in weight], bias)
+            return pack_into(self._packing, self._matrix(weight, bias))
+        return pack_stacked(self._packing, [self._inner(part) for part in weight], bias)
 
     def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> NativeWeight:
         """Gate and up as one weight; the gate's bias comes first."""
@@ -169,20 +172,21 @@ class _Packer:
         biases = (None, None) if bias is None else bias.chunk(2)
         if not _are_alike((gate, up)):
             gate, up = (dense(part, self.dtype) for part in (gate, up))
-        return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
+        gate_matrix, up_matrix = self._matrix(gate, biases[0]), self._matrix(up, biases[1])
+        return pack_into(self._packing, gate_matrix, up_matrix, self._gate)
 
     def router(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
         wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
-        return pack(self._kernels, exact(dense(weight, self.dtype), bias))
+        return pack_into(self._packing, exact(dense(weight, self.dtype), bias))
 
     def head(self, weight: _Part) -> NativeWeight:
         """The output projection."""
         if isinstance(weight, QuantizedMatrix):
-            return pack(self._kernels, quantized(weight))
-        return pack(self._kernels, self._head(weight))
+            return pack_into(self._packing, quantized(weight))
+        return pack_into(self._packing, self._head(weight))
 
     def _matrix(self, weight: _Part, bias: Tensor | None) -> Matrix:
         return quantized(weight, bias) if isinstance(weight, QuantizedMatrix) else self._inner(weight, bias)
@@ -262,6 +266,7 @@ class NativeDecoder:
             self._head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
             head, is_table = self._head.struct, spec.tied_head and self._head.kind is not Type.I8
             self._kept.append(self._head)
+        packer.finish()
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, cache.tensor]
         self._cache, self._cache_dtype = cache.tensor, cache.dtype

@@ -6,13 +6,13 @@ check shapes and fill the structs in. Calls release the interpreter's lock while
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p, sizeof
 from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 17
+ABI_VERSION = 18
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -51,6 +51,15 @@ class PsWeight(Structure):
         ("order", c_void_p),
         ("n", c_int64), ("k", c_int64), ("k_padded", c_int64), ("panels", c_int64),
         ("type", c_int32), ("epilogue", c_int32), ("group", c_int32), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class PsPack(Structure):
+    """`PsPack`: a weight to be packed."""
+
+    _fields_ = [
+        ("first", c_void_p), ("second", c_void_p), ("out", c_void_p), ("n", c_int64), ("k", c_int64),
+        ("k_padded", c_int64), ("type", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
 
@@ -241,6 +250,7 @@ _STRUCTS = (
     AdapterLayer,
     PsLookup,
     PsDraft,
+    PsPack,
 )
 """In the order of `ps_struct_bytes`."""
 
@@ -278,11 +288,9 @@ class NativeLibrary:
         """Ask for huge pages under a large buffer: page walks cost much when memory is read end to end."""
         self._lib.ps_advise_huge(address, num_bytes)
 
-    def pack(
-        self, kind: Type, sources: tuple[int, int | None], shape: tuple[int, int, int], out: int
-    ) -> None:
-        """Pack one matrix [n, k], or gate and up; `shape` is (n, k, k_padded), the rest are addresses."""
-        self._lib.ps_pack(int(kind), sources[0], sources[1], *shape, out)
+    def pack(self, jobs: Sequence[PsPack]) -> None:
+        """Pack weights, one after the other, in one call: meanwhile other threads have the interpreter."""
+        self._lib.ps_pack((PsPack * len(jobs))(*jobs), len(jobs))
 
     def round(
         self, kind: Type, source: tuple[Type, int], shape: tuple[int, int, int, int], out: tuple[int, int]
@@ -371,8 +379,7 @@ def _declare(lib: ctypes.CDLL) -> None:
             raise AttributeError(f"its {struct.__name__} is another")
     lib.ps_init.argtypes, lib.ps_init.restype = [c_char_p], c_char_p
     lib.ps_set_threads.argtypes = [c_int32, c_int32, c_int32]
-    lib.ps_pack.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
-    lib.ps_pack.restype = None
+    lib.ps_pack.argtypes, lib.ps_pack.restype = [POINTER(PsPack), c_int64], None
     lib.ps_round.argtypes = [c_int32, c_int32, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
     lib.ps_round.restype = None
     lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None

@@ -2,7 +2,8 @@
 
 A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `NativeWeight`, which
 keeps a copy of its own so that the checkpoint's tensor can be freed. The same packing serves every
-instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
+instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order. A
+model's weights share a `Packing`: one piece of memory, and one call that fills it.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.native.library import Epilogue, NativeLibrary, PsLinear, PsWeight, Type
+from penstock.engine.native.packing import Packing
 from penstock.engine.quantized import QuantizedMatrix
 
 PANEL = 32
@@ -188,11 +190,11 @@ def can_stack(parts: Sequence[Tensor]) -> bool:
     return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
 
 
-def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> NativeWeight:
+def pack_stacked(packing: Packing, parts: Sequence[Matrix], bias: Tensor | None = None) -> NativeWeight:
     """Pack matrices of one kind that are stacked along n (`can_stack`), each from where it lies.
 
     Args:
-        kernels: for which the weight is packed.
+        packing: the model's; the weight can be computed with once it is finished.
         parts: not quantized by the checkpoint, and without biases.
         bias: of all of them.
 
@@ -206,11 +208,11 @@ def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor |
         "nothing that is not joined here"
     )
     n, k = sum(len(part.values) for part in parts), first.values.shape[1]
-    data, k_padded, panels = _panels(kernels, first, n)
+    data, k_padded, panels = _panels(packing, first, n)
     at, panel_bytes = data.data_ptr(), data.nbytes // panels
     for part in parts:
         rows = len(part.values)
-        kernels.pack(part.kind, (part.values.contiguous().data_ptr(), None), (rows, k, k_padded), at)
+        packing.copy(part.kind, (part.values, None), (rows, k, k_padded), at)
         at += -(-rows // PANEL) * panel_bytes
     columns = {
         "bias": _columns([bias], panels),
@@ -225,10 +227,20 @@ def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor |
 def pack(
     kernels: NativeLibrary, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
 ) -> NativeWeight:
+    """`pack_into` memory of its own, and done at once."""
+    packing = Packing(kernels, chunk_bytes=0)
+    packed = pack_into(packing, matrix, up, gate)
+    packing.finish()
+    return packed
+
+
+def pack_into(
+    packing: Packing, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
+) -> NativeWeight:
     """Pack a weight, or the gate and up of an MLP as one weight whose product is act(gate) * up, [m, n].
 
     Args:
-        kernels: for which the weight is packed.
+        packing: the model's; the weight can be computed with once it is finished.
         matrix: the weight, or the gate.
         up: what passes the gate.
         gate: the gate's activation, where there is an `up`.
@@ -240,10 +252,9 @@ def pack(
     if up is not None and _likeness(matrix) != _likeness(up):
         raise ValueError(f"gate {show(matrix.values)} and up {show(up.values)} must be alike")
     n, k = matrix.values.shape
-    data, k_padded, panels = _panels(kernels, matrix, n, width=PANEL // len(both))
-    sources = [each.values.contiguous() for each in both]
-    addresses = sources[0].data_ptr(), sources[1].data_ptr() if up is not None else None
-    kernels.pack(kind, addresses, (n, k, k_padded), data.data_ptr())
+    data, k_padded, panels = _panels(packing, matrix, n, width=PANEL // len(both))
+    sources = matrix.values, None if up is None else up.values
+    packing.copy(kind, sources, (n, k, k_padded), data.data_ptr())
     sums = [_row_sums(each.values) for each in both] if kind is Type.I8 else [None]
     columns = {
         "bias": _columns([each.bias for each in both], panels),
@@ -255,20 +266,19 @@ def pack(
     return _packed(matrix, data, (n, k_padded, panels), columns, Epilogue.PLAIN if up is None else gate)
 
 
-def _panels(kernels: NativeLibrary, like: Matrix, n: int, *, width: int = PANEL) -> tuple[Tensor, int, int]:
+def _panels(packing: Packing, like: Matrix, n: int, *, width: int = PANEL) -> tuple[Tensor, int, int]:
     """Memory for `n` outputs in panels of `width` (of two matrices, half a panel each), the padded number of
     inputs, and how many panels.
 
     Raises:
         ValueError: this machine cannot compute with the type.
     """
-    if not kernels.supports(like.kind):
-        raise ValueError(f"{like.kind.name} weights need instructions that {kernels.isa} lacks")
+    if not packing.kernels.supports(like.kind):
+        raise ValueError(f"{like.kind.name} weights need instructions that {packing.kernels.isa} lacks")
     step, panels = like.group or _K_STEP[like.kind], -(-n // width)
     k_padded = -(-like.values.shape[1] // step) * step
     size = panels * PANEL * k_padded
-    data = torch.empty(size // 2 if like.kind is Type.I4 else size, dtype=like.values.dtype)
-    kernels.advise_huge(data.data_ptr(), data.nbytes)
+    data = packing.memory(size // 2 if like.kind is Type.I4 else size, like.values.dtype)
     return data, k_padded, panels
 
 

@@ -192,10 +192,11 @@ class Dispatcher:
 
     def on_first_output(self, reply: Reply) -> None:
         """See `ReplyListener`."""
-        request, usage, now_ns = _request_of(reply), reply.first_usage(), self._clock.now_ns()
-        reply.exchange.first_usage = usage
-        if (trace := reply.exchange.trace) is not None:
-            trace.first_output(now_ns, request.attempt)
+        exchange, usage, now_ns = reply.exchange, reply.first_usage(), self._clock.now_ns()
+        request, exchange.first_usage = exchange.request, usage
+        assert request is not None, "only accepted requests are started"
+        if exchange.trace is not None:
+            exchange.trace.first_output(now_ns, request.attempt)
         self._driver.first_output(
             now_ns, request, request.attempt, cached_tokens=usage and usage.cached_tokens
         )
@@ -254,17 +255,18 @@ class Dispatcher:
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
-        self._dispatch_soon()
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
 
     def start(self, now_ns: int, request: Request, start: Start) -> None:
         """See `driver.Workers`."""
-        reply = _reply_of(request)
-        worker = self.registry.get(start.worker_id)
+        reply, worker = request.io, self.registry.get(start.worker_id)
+        assert isinstance(reply, Reply), f"{request.id} has no reply"
         assert worker is not None, f"{start.worker_id} has room, so it is there"
         try:
-            headers = _trace_headers(now_ns, request, reply, start, worker)
+            exchange, headers = reply.exchange, ()
+            if exchange.trace is not None:
+                headers = _trace_headers(now_ns, request, reply, start, worker)
             if start.is_hedge:
                 ((stream, sink),) = reply.streams
                 stream = _attempt(stream, start, headers, None)
@@ -272,9 +274,8 @@ class Dispatcher:
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
-            exchange = reply.exchange
             exchange.queue_ns = request.queue_ns
-            streams = reply.remaining()
+            streams = reply.streams if exchange.first_ns is None else reply.remaining()
             guest = None
             if worker.cell is not None:
                 guest = guest_of(request, now_ns, headers)
@@ -331,7 +332,10 @@ class Dispatcher:
         request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
         if error is not None:
             reply.fail(error)
-        self._dispatch_soon()
+        if self.control.is_due:  # Else nothing waits for the room that it leaves.
+            self._dispatch_soon()
+        elif (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
+            asyncio.get_running_loop().call_soon(pace.learn)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -425,8 +429,8 @@ def _migration(worker: Worker, streams: Streams) -> str:
 
 def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start, worker: Worker) -> Pairs:
     """An attempt begins: what its request carries of its trace. Engines of ours make no spans."""
-    if (trace := reply.exchange.trace) is None:
-        return ()
+    trace = reply.exchange.trace
+    assert trace is not None, f"{request.id} is traced"
     kind = "first"
     if start.attempt > 1:
         kind = "hedge" if start.is_hedge else "migration" if request.has_begun else "retry"

@@ -3,15 +3,15 @@ r"""One client connection: HTTP/1.1 in, responses out (RFC 9112).
     IDLE -> HEAD -> BODY -> BUSY -> IDLE ...       one request at a time
       \-------\-------\------\--> LINGER -> CLOSED
 
-Every state but BUSY has a deadline, every buffer a bound. A second request that arrives before the first is
-answered (pipelining) is not served: the first answer says `Connection: close`. After a last answer the
-connection lingers: our side is closed, and what the client still sends is read and thrown away for a moment,
-because closing with unread bytes would reset the connection and could destroy the answer on its way.
+A request with the last one's head that comes whole in one read is BUSY at once (heads.py). Every state but
+BUSY has a deadline, every buffer a bound. A second request that arrives before the first is answered
+(pipelining) is not served: the first answer says `Connection: close`. After a last answer the connection
+lingers: our side is closed, and what the client still sends is read and thrown away for a moment, because
+closing with unread bytes would reset the connection and could destroy the answer on its way.
 """
 
 import asyncio
 import enum
-import re
 import socket
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -25,6 +25,7 @@ from penstock.gateway.http import sockets
 from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.errors import HttpFault, error_response
 from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Response
+from penstock.gateway.http.heads import LastHead, shape_fault
 from penstock.gateway.http.sockets import ConnectionVerdict as Verdict
 from penstock.gateway.http.terms import RelayTerms, WireLimits
 
@@ -32,8 +33,6 @@ LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
 FRAMING_BYTES_PER_BYTE = 8
 """A chunked body of single bytes has five bytes of framing for each; more is no body but an attack."""
-_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
-"""`host [":" port]` of RFC 9112, section 3.2. Repeated Host fields are joined by ", " and so do not match."""
 _UPGRADE_FIELDS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
 _TOO_MANY = Overloaded("Too many connections. Try again in a moment.", retry_after_s=1.0)
@@ -51,11 +50,12 @@ class ConnectionState(enum.IntEnum):
     CLOSED = enum.auto()
 
 
+_ENDS = ConnectionState.LINGER, ConnectionState.CLOSED
 MOVES: dict[ConnectionState, frozenset[ConnectionState]] = {
-    ConnectionState.IDLE: frozenset({ConnectionState.HEAD, ConnectionState.LINGER, ConnectionState.CLOSED}),
-    ConnectionState.HEAD: frozenset({ConnectionState.BODY, ConnectionState.LINGER, ConnectionState.CLOSED}),
-    ConnectionState.BODY: frozenset({ConnectionState.BUSY, ConnectionState.LINGER, ConnectionState.CLOSED}),
-    ConnectionState.BUSY: frozenset({ConnectionState.IDLE, ConnectionState.LINGER, ConnectionState.CLOSED}),
+    ConnectionState.IDLE: frozenset({ConnectionState.HEAD, ConnectionState.BUSY, *_ENDS}),
+    ConnectionState.HEAD: frozenset({ConnectionState.BODY, *_ENDS}),
+    ConnectionState.BODY: frozenset({ConnectionState.BUSY, *_ENDS}),
+    ConnectionState.BUSY: frozenset({ConnectionState.IDLE, *_ENDS}),
     ConnectionState.LINGER: frozenset({ConnectionState.CLOSED}),
     ConnectionState.CLOSED: frozenset(),
 }
@@ -66,6 +66,10 @@ class Application(Protocol):
 
     def refuse(self, head: RequestHead, client: str) -> Response | None:
         """Answer from the headers, which spares reading a body; None to continue. `client` is its address."""
+        ...
+
+    def knows(self, head: RequestHead) -> bool:
+        """Whether `refuse` let this head in, and would again; it may lack its `Authorization` by now."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -95,9 +99,9 @@ class Connection(asyncio.Protocol):
     """The protocol object of one accepted socket."""
 
     __slots__ = (
-        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers", "_looked_at",
-        "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport",
-        "_upgrades", "_url", "_whole", "paused",
+        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers", "_last",
+        "_looked_at", "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state",
+        "_stuck_ns", "_transport", "_upgrades", "_url", "_whole", "paused",
     )  # fmt: skip
 
     def __init__(self, server: ServerContext) -> None:
@@ -105,7 +109,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._state = ConnectionState.IDLE
         self._exchange: Exchange | None = None
-        self._client, self.paused = "", False
+        self._client, self.paused, self._last = "", False, LastHead()
         self._deadline_ns: int | None = None
         self._num_written = self._num_sent = self._stuck_ns = 0
         self._looked_at: RequestHead | None = None  # By the application, in this turn of the event loop.
@@ -149,6 +153,9 @@ class Connection(asyncio.Protocol):
         if not self._reads() or not self._within_bounds(len(data)):
             return
         was_idle = self._state is ConnectionState.IDLE
+        if was_idle and (exchange := self._again(data)) is not None:
+            self._server.app.handle(exchange)
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -160,6 +167,8 @@ class Connection(asyncio.Protocol):
             self._within_bounds(len(data))  # The head may have begun in these bytes.
         whole, self._whole = self._whole, None
         if whole is not None and whole.is_open:
+            if was_idle:
+                self._last.learn(data, whole, self._server.app.knows)
             self._server.app.handle(whole)
 
     def eof_received(self) -> bool:
@@ -384,6 +393,19 @@ class Connection(asyncio.Protocol):
         self._exchange = exchange
         return exchange
 
+    def _again(self, data: bytes) -> Exchange | None:
+        """A whole request that repeats the head of the last one, which need not be parsed and checked."""
+        found, server = self._last.again(data), self._server
+        if found is None or len(found[1]) > server.config.body_bytes_max or not server.app.knows(found[0]):
+            return None
+        self._move(ConnectionState.BUSY)
+        self._deadline_ns = None
+        exchange = self._open_exchange(found[0])
+        exchange.body = found[1]
+        if server.draining:
+            exchange.close_after()
+        return exchange
+
     def _reads(self) -> bool:
         """Whether bytes still matter: no answer has ended this connection."""
         return self._state not in (ConnectionState.LINGER, ConnectionState.CLOSED)
@@ -411,7 +433,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _head_fault(self) -> ClientError | None:
-        if fault := self._shape_fault():
+        if fault := shape_fault(self._parser.get_http_version(), self._url, self._headers):
             return fault
         if self._headers.get(b"expect", b"100-continue").lower() != b"100-continue":
             return HttpFault(417, "The only expectation that can be met is 100-continue.")
@@ -419,28 +441,6 @@ class Connection(asyncio.Protocol):
         # The parser has checked that it is a number.
         if length.isdigit() and int(length[:19]) > self._server.config.body_bytes_max:
             return self._too_large()
-        return None
-
-    def _shape_fault(self) -> HttpFault | None:
-        """A head that the parser lets pass and a proxy in front might read in another way than we."""
-        version, headers = self._parser.get_http_version(), self._headers
-        if version not in ("1.1", "1.0"):
-            return HttpFault(400, "This server speaks HTTP/1.1.")
-        if version == "1.1" and b"host" not in headers:
-            return HttpFault(400, "An HTTP/1.1 request needs a Host header.")
-        if not _HOST.fullmatch(headers.get(b"host", b"")):
-            return HttpFault(400, "A request needs one Host header with one valid name.")
-        if not self._url.startswith(b"/") and self._url != b"*":
-            return HttpFault(400, "The request target must be a path: this server is not a proxy.")
-        if coding := headers.get(b"transfer-encoding"):
-            if coding.lower() != b"chunked":
-                return HttpFault(400, "The only transfer coding that is understood is chunked.")
-            if version == "1.0":
-                return HttpFault(400, "HTTP/1.0 has no Transfer-Encoding.")
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            return HttpFault(
-                415, "Compressed bodies are not accepted. Send the body without Content-Encoding."
-            )
         return None
 
     def _has_body(self) -> bool:

@@ -72,6 +72,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The version that a rollout has assigned to its conversation (`policy.rollout.dealing.Assigned`)."""
 
 
+@lru_cache(maxsize=256)
 def _value(name: str) -> bytes:
     """A model's name in a header: as it is if it is ASCII, else percent-encoded (RFC 3986)."""
     return (name if name.isascii() else quote(name, safe="/:@!$&'()*+,;=~")).encode()
@@ -257,7 +258,8 @@ class Exchange:
     def measured(self, served: Served, now_ns: int) -> RequestMeasurement:
         """The request as it is counted; `now_ns` is its end."""
         request, usage = self.request, self.used()
-        first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
+        first = request.used_by_choice.get(0) if request is not None else None
+        longest = usage.completion_tokens if usage is first or request is None else request.longest_answer
         ended_ns = now_ns if self.ended_ns is None else self.ended_ns
         ttft_ns = tpot_ns = None
         if self.first_ns is not None:
@@ -465,7 +467,7 @@ class Exchange:
         if served.route:
             lines.append(b"x-penstock-route: " + served.route.encode())
         if self.queue_ns is not None:
-            lines.append(b"x-penstock-queue-ms: %d" % round(self.queue_ns / NS_PER_MS))
+            lines.append(b"x-penstock-queue-ms: %.0f" % (self.queue_ns / NS_PER_MS))
         if self.migration:
             lines.append(b"x-penstock-migration: " + self.migration.encode())
         if self.migrated:

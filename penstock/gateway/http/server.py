@@ -134,6 +134,10 @@ class _Refusing:
         del head, client
         return self._response
 
+    def knows(self, head: RequestHead) -> bool:
+        del head
+        return False
+
     def handle(self, exchange: Exchange) -> None:
         exchange.respond(self._response)
 

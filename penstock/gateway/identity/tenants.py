@@ -142,6 +142,8 @@ class Caller:
     scrape: bool = False
     """It may read the numbers of all tenants (`/metrics`, `/status.json`), and with a key that is all it may
     do."""
+    steady: bool = False
+    """The table that found it would find it again at any time: neither its key nor token ends by itself."""
 
     @property
     def sees_all(self) -> bool:
@@ -159,7 +161,7 @@ class Caller:
         return self.tenant.fairness_key
 
 
-ANONYMOUS_CALLER = Caller(tenant=ANONYMOUS)
+ANONYMOUS_CALLER = Caller(tenant=ANONYMOUS, steady=True)
 """The caller where authentication is off, or does not matter."""
 OPERATOR = Caller(tenant=ANONYMOUS, key_prefix="admin", admin=True)
 """The holder of a key that is for `/admin` alone, or where authentication is off a caller without one."""
@@ -350,7 +352,7 @@ class _PlainKeys:
             tenant_id = _own_tenant(key, taken)
             taken.add(tenant_id)
             self._callers[_digest(self._key, key.encode())] = Caller(
-                tenant=tenants.tenant(tenant_id), key_prefix=tenant_id
+                tenant=tenants.tenant(tenant_id), key_prefix=tenant_id, steady=True
             )
 
     def __len__(self) -> int:
@@ -412,6 +414,7 @@ class StoredKeys:
                     key_prefix=key.prefix,
                     admin=key.admin,
                     scrape=key.scrape,
+                    steady=not (key.revoked_s or key.expires_s or key.not_before_s),
                 ),
             )
             for key in keys

@@ -167,6 +167,10 @@ async def chat_prompt(
             param="add_generation_prompt",
             code="invalid_value",
         )
+    if not (tools or extra or continues) and num_bytes <= INLINE_BYTES:
+        plain = _plain_prompt(model, request.messages, tenant, add_generation_prompt=begins is not False)
+        if plain is not None:
+            return plain
     return await render(
         pool,
         model,
@@ -177,6 +181,25 @@ async def chat_prompt(
         add_generation_prompt=not continues and begins is not False,
         continues=continues,
         extra=extra,
+    )
+
+
+_NOTHING_ELSE = [None] * (len(Message.__struct_fields__) - 2)
+
+
+def _plain_prompt(
+    model: ServedModel, messages: Sequence[Message], tenant: Tenant, *, add_generation_prompt: bool
+) -> tuple[int, ...] | None:
+    """Token ids of messages that have nothing but a role and a text, if their outline is known."""
+    roles, texts = list[str](), list[str]()
+    for message in messages:
+        role, content, *others = msgspec.structs.astuple(message)
+        if type(content) is not str or others != _NOTHING_ELSE:
+            return None
+        roles.append(role)
+        texts.append(content)
+    return model.prompts.of_texts(
+        roles, texts, add_generation_prompt=add_generation_prompt, trusted=tenant.trusted_special_tokens
     )
 
 

@@ -302,17 +302,19 @@ class WholeChat(WholeReply):
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
-        text, events = sink.text, joined(sink.events) if sink.events else ()
-        thought = "".join([item.text for item in events if isinstance(item, Thought)]) or None
-        calls = [
-            AnswerToolCall(
-                id=self.ids.take("call"),
-                type="function",
-                function=CalledFunction(name=item.name, arguments=item.arguments_json),
-            )
-            for item in events
-            if isinstance(item, ParsedToolCall)
-        ]
+        text, thought, calls = sink.text, None, list[AnswerToolCall]()
+        if sink.events:
+            events = joined(sink.events)
+            thought = "".join([item.text for item in events if isinstance(item, Thought)]) or None
+            calls = [
+                AnswerToolCall(
+                    id=self.ids.take("call"),
+                    type="function",
+                    function=CalledFunction(name=item.name, arguments=item.arguments_json),
+                )
+                for item in events
+                if isinstance(item, ParsedToolCall)
+            ]
         if sink.passed_calls:
             calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
         called = bool(calls) and sink.reason is FinishReason.STOP

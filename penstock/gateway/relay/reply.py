@@ -223,7 +223,8 @@ class Reply:
         self._waiting = False
         if self._is_over or self._broken is not None:
             self._abort_all()
-        self._settle_if_idle()
+        if not self._live:
+            self._settle_if_idle()
 
     def start_hedge(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
         """Start its one stream a second time: the one that has output first counts."""

@@ -152,12 +152,14 @@ _NS_PER_US = 1000
 class FirstTokens:
     """Times to first token of one gateway's external workers, by worker and class of prompt."""
 
-    __slots__ = ("_first_token_ns", "_num_silent", "_windows")
+    __slots__ = ("_first_token_ns", "_known_ns", "_num_silent", "_windows")
 
     def __init__(self, first_token_ns: int = 0) -> None:
         """`first_token_ns`: how long an attempt may take of which little is known; 0: any time."""
         self._first_token_ns = first_token_ns
         self._windows: dict[tuple[str, WorkerId, int], QuantileWindow] = {}
+        self._known_ns: dict[tuple[str, WorkerId, int], int] = {}
+        """Bounds of windows that have samples enough and have not changed since."""
         self._num_silent: dict[tuple[str, WorkerId], int] = {}
         """Attempts that were given up at a worker that has never given anything."""
 
@@ -165,6 +167,14 @@ class FirstTokens:
         """How long such an attempt may take there; 0: any time. `doubt_ns`: what is slow there, where the
         worker is in doubt.
         """
+        key = (route, worker, prompt_tokens.bit_length())
+        if not doubt_ns and (known_ns := self._known_ns.get(key)) is not None:
+            return known_ns
+        own = self._windows.get(key)
+        if not doubt_ns and own is not None and own.count >= SAMPLES_MIN:
+            usual_ns = FACTOR * _NS_PER_US * own.quantile(QUANTILE)
+            bound_ns = self._known_ns[key] = max(FIRST_MIN_NS, usual_ns)
+            return bound_ns
         usual_us, is_known = self._usual_us(route, worker, prompt_tokens)
         usual_ns = usual_us * _NS_PER_US
         least_ns = FIRST_MIN_NS if is_known else self._least_ns(route, worker, prompt_tokens)
@@ -201,7 +211,8 @@ class FirstTokens:
     def took(self, route: str, worker: WorkerId, prompt_tokens: int, ttft_ns: int) -> None:
         """An attempt took so long to its first token."""
         assert ttft_ns >= 0, ttft_ns
-        self._num_silent.pop((route, worker), None)
+        if self._num_silent:
+            self._num_silent.pop((route, worker), None)
         bound_ns = self.bound_ns(route, worker, prompt_tokens)
         if bound_ns and ttft_ns > bound_ns and self._usual_us(route, worker, prompt_tokens)[1]:
             self.gave_up(route, worker, prompt_tokens, ttft_ns)  # Nowhere else took it: as slow all the same.
@@ -210,9 +221,13 @@ class FirstTokens:
         window = self._windows.get(key)
         if window is None:
             if len(self._windows) >= _KEYS_MAX:
-                del self._windows[next(iter(self._windows))]
+                oldest = next(iter(self._windows))
+                del self._windows[oldest]
+                self._known_ns.pop(oldest, None)
             window = self._windows[key] = QuantileWindow(WINDOW)
-        window.add(min(ttft_ns // _NS_PER_US, AMOUNT_MAX))
+        took_us = ttft_ns // _NS_PER_US
+        window.add(min(AMOUNT_MAX, took_us))
+        self._known_ns.pop(key, None)
 
     def gave_up(self, route: str, worker: WorkerId, prompt_tokens: int, waited_ns: int) -> None:
         """An attempt was given up after so long. It counts as a little slower than what is usual, so that a
@@ -220,10 +235,12 @@ class FirstTokens:
         may take says nothing of a worker that has never given anything.
         """
         assert waited_ns > 0, waited_ns
-        window = self._windows.get((route, worker, prompt_tokens.bit_length()))
+        size = prompt_tokens.bit_length()
+        window = self._windows.get((route, worker, size))
         if window is not None:
             limit_us = window.quantile(QUANTILE) * 5 // 4 + 1
             window.add(min(waited_ns // _NS_PER_US, limit_us))
+            self._known_ns.pop((route, worker, size), None)
             return
         was_long = 0 < self.unseen_ns(prompt_tokens) <= waited_ns
         if was_long and not self._usual_us(route, worker, prompt_tokens)[0]:
@@ -272,9 +289,10 @@ class AttemptClock(Extra):
 
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
-        if not request.has_begun and request.hedge is None and _is_external(request, request.worker):
+        model_queue, worker = request.model_queue, request.worker
+        if request.first_output_ns < 0 and request.hedge is None and _is_external(request, worker):
             ttft_ns = now_ns - request.dispatched_ns
-            self._firsts.took(request.model_queue.route, request.worker, _tokens(request), ttft_ns)
+            self._firsts.took(model_queue.route, worker, uncached_tokens(request), ttft_ns)
 
     def attempt_lost(
         self,
@@ -286,7 +304,8 @@ class AttemptClock(Extra):
     ) -> None:
         """See `Extra`."""
         if isinstance(error, AttemptTimeout):
-            self._firsts.gave_up(request.model_queue.route, worker, _tokens(request), error.waited_ns)
+            tokens = uncached_tokens(request)
+            self._firsts.gave_up(request.model_queue.route, worker, tokens, error.waited_ns)
         if request.hedge is not None and worker == request.worker:
             self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
@@ -316,7 +335,7 @@ class AttemptClock(Extra):
                 waited_ns = now_ns - request.dispatched_ns
                 assert waited_ns > 0, "an attempt has some time"
                 why = f"the worker gave no first token within {waited_ns / NS_PER_S:.1f} s"
-                unseen_ns = self._firsts.unseen_ns(_tokens(request))
+                unseen_ns = self._firsts.unseen_ns(uncached_tokens(request))
                 error = AttemptTimeout(why, waited_ns=waited_ns, unseen_ns=unseen_ns)
                 return [GiveUp(request.id, error)]
             heappush(self._due, (now_ns + _AGAIN_NS, request_id, attempt))
@@ -328,17 +347,20 @@ class AttemptClock(Extra):
             heappop(self._due)
         while self._deadlines and not self._is_waited_for(self._deadlines[0][1]):
             heappop(self._deadlines)
-        if not self._due and not self._deadlines:
-            return None
-        return min([heap[0][0] for heap in (self._due, self._deadlines) if heap])
+        if not self._due or not self._deadlines:
+            due = self._due or self._deadlines
+            return due[0][0] if due else None
+        return min(self._due[0][0], self._deadlines[0][0])
 
     def _watch(self, now_ns: int, request: Request, worker: WorkerId, attempt: int) -> None:
         """Bound an attempt that begins, or runs alone from now on."""
-        if request.has_begun or not _is_external(request, worker):
+        model_queue = request.model_queue
+        if request.first_output_ns >= 0 or not _is_external(request, worker):
             return
-        doubt_ns = self._health.doubt_ns(request.model_queue.route, worker)
-        bound_ns = self._firsts.bound_ns(request.model_queue.route, worker, _tokens(request), doubt_ns)
-        if deadline_ns := _deadline_ns(request):
+        doubt_ns = self._health.doubt_ns(model_queue.route, worker)
+        bound_ns = self._firsts.bound_ns(model_queue.route, worker, uncached_tokens(request), doubt_ns)
+        if request.facts.first_token_ns:
+            deadline_ns = _deadline_ns(request)
             half_ns = max(1, (deadline_ns - now_ns) // 2)
             bound_ns = min(bound_ns or half_ns, half_ns)
         assert bound_ns >= 0, "no attempt is over before it begins"
@@ -351,7 +373,7 @@ class AttemptClock(Extra):
             request is not None
             and request.attempt == attempt
             and request.state is State.STARTED
-            and not request.has_begun
+            and request.first_output_ns < 0
         )
 
     def _is_waited_for(self, request_id: RequestId) -> bool:
@@ -373,7 +395,3 @@ def _deadline_ns(request: Request) -> int:
 def _is_external(request: Request, worker: WorkerId) -> bool:
     capacity = request.model_queue.workers.get(worker)
     return capacity is not None and capacity.view.is_external
-
-
-def _tokens(request: Request) -> int:
-    return uncached_tokens(request)

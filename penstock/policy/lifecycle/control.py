@@ -7,8 +7,8 @@ placement.
 
 An event's consequences are those that the table of flow.py names, carried out by transitions.py and nowhere
 else. All parts are pure, and so is this: the driver calls it, from the gateway's event loop or the
-simulator's heap. Nothing here is called by itself. After `arrive`, an end, a worker's report, or at
-`next_ns`, call `dispatch`.
+simulator's heap. Nothing here is called by itself. After `arrive`, a worker's report, an end (if it `is_due`
+then), or at `next_ns`, call `dispatch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -201,21 +201,19 @@ class FlowControl:
                 model_queue.apart = self._quarantine
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
-        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported
-        them.
-        """
+        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker told them."""
         request = self._requests.get(request_id)
         if request is None:
             return
         assert request.hedge is None, "the driver says first which of two attempts won"
         if request.state is State.STARTED:
             model_queue = request.model_queue
-            model_queue.begin(now_ns, request.worker, request.booked)
+            model_queue.begin(now_ns, request.worker, request.hedge_booked or request)
             for first_output in self._hooks.first_output:
                 first_output(now_ns, request)
             took_ns = now_ns - request.dispatched_ns
             self._policies.health.began(now_ns, model_queue.route, request.worker, took_ns)
-            self._touch(model_queue)
+            self._dirty[model_queue.route] = model_queue
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
             request.counted_cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
@@ -332,6 +330,11 @@ class FlowControl:
         for due in self._hooks.due:
             actions += due(now_ns)
         return actions
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `dispatch` has something to do now: what changed where nothing waits needs no look."""
+        return bool(self._pending) or any(each.queue.num_waiting for each in self._dirty.values())
 
     def next_ns(self, now_ns: int) -> int | None:
         """When `dispatch` must be called if nothing happens until then; not before `now_ns`.

@@ -210,7 +210,8 @@ class Driver:
 
     def first_output(self, now_ns: int, request: Request, attempt: int, *, cached_tokens: int | None) -> None:
         """An attempt has its first output; `cached_tokens` of the prompts, if the worker reported them."""
-        self.take_lead(now_ns, request, attempt)
+        if request.hedge is not None:
+            self.take_lead(now_ns, request, attempt)
         self.control.first_output(now_ns, request.id, cached_tokens=cached_tokens)
         if self._meters.are_any:
             self._meters.began(request)

@@ -277,13 +277,13 @@ class Transitions:
             self._policies.health.succeeded()
             for finished in self._hooks.finished:
                 finished(facts)
-        model_queue.queue.end(request)
+        model_queue.queue.bands[request.level].end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         model_queue = request.model_queue
         self._policies.health.ended(now_ns, model_queue.route, request.worker, change.error)
         usage = change.usage if request.state is State.ENDED else None
-        booked = request.booked
+        booked = request.hedge_booked or request
         request.identity = booked.identity  # Of the attempt that was ahead, if there were two.
         model_queue.release(now_ns, request.worker, booked, usage)
         request.hedge_booked = None

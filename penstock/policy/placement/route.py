@@ -321,7 +321,7 @@ class Router:
             capacity.booked + capacity.others,
             view.max_running,
             capacity.slots or 1,
-            look.waiting.get(worker, 0),
+            look.waiting.get(worker, 0) if look.waiting else 0,
             view.kv_blocks_total,
             view.kv_blocks_used + capacity.pending_blocks,
             self.adapters.wait_ns(look.now_ns, capacity, work.adapter) / NS_PER_S if work.adapter else 0.0,
@@ -360,7 +360,7 @@ class Router:
             output_tokens=work.output_tokens,
             streams=work.streams,
             level=max(0, work.level),
-            needs_adapter=bool(work.adapter),
+            needs_adapter=work.adapter != "",
             was_held=work.hold_ns != 0 or len(self._held) >= self._config.holds_max,
         )
 
@@ -374,7 +374,8 @@ class Router:
         looked_up: bool,
     ) -> Decision:
         drawn = tuple(self._drawn)
-        self._drawn.clear()
+        if drawn:
+            self._drawn.clear()
         return Decision(
             request_id=look.work.id,
             route=self._route,

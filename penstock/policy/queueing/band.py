@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.terms import BandTerms
-from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost
 from penstock.types import RequestId, TenantId, WorkerId
 
 _PACE = 16
@@ -161,9 +161,8 @@ class TenantQueue(ServiceCounter):
 
     def compact(self) -> None:
         """Drop what left, when it is most of the heap: cancels cannot grow it."""
-        if len(self.heap) > 2 * self.num_waiting + 16:
-            self.heap = [entry for entry in self.heap if self.is_in_line(entry)]
-            heapify(self.heap)
+        self.heap = [entry for entry in self.heap if self.is_in_line(entry)]
+        heapify(self.heap)
 
 
 class Band:
@@ -239,7 +238,7 @@ class Band:
             self.served_ns = now_ns
         if lift and not line.num_waiting:
             first = self._first()
-            line.lift(self._last if first is None else first.served)
+            line.lift(self._last if first is None else first[0].served)
         if not (line.num_waiting or line.num_running):
             line.received = 0
         before = line.head()
@@ -270,9 +269,8 @@ class Band:
                 return work
         passed: list[TenantQueue] = []
         found: Work | None = None
-        while len(passed) < _PASSED_MAX and (line := self._first()) is not None:
-            work = line.head()
-            assert work is not None, "a line in the heap has a head"
+        while len(passed) < _PASSED_MAX and (first := self._first()) is not None:
+            line, work = first
             if (
                 share is not None
                 and line.num_running
@@ -309,7 +307,8 @@ class Band:
         if work.aside:
             work.aside = False
             self.aside.remove(work)
-        line.compact()
+        if len(line.heap) > 2 * line.num_waiting + 16:
+            line.compact()
         if not line.num_waiting:
             self.num_tenants -= 1
             self._last = line.served
@@ -337,12 +336,6 @@ class Band:
         since_ns = now_ns - self.served_ns if self.waiting else 0
         return self._gap_ns + max(0, since_ns - self._gap_ns) // _BATCH
 
-    def _pace(self, now_ns: int) -> None:
-        """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just
-        now.
-        """
-        self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
-
     def newest(self) -> Work:
         """The last of those that wait; there must be one."""
         return self.waiting[next(reversed(self.waiting))]
@@ -353,11 +346,11 @@ class Band:
         self.num_active += not (line.num_waiting or line.num_running)
         line.num_running += work.streams
         self.num_running += work.streams
-        self._pace(now_ns)
+        # It waited since `served_ns` at the earliest: it was taken from the queue just now.
+        self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
         self.served_ns = now_ns
         work.running = True
-        estimate = cost(work.prompt_tokens, work.cached_tokens, work.output_tokens)
-        self.charge(work, estimate)
+        self.charge(work, cost(work.prompt_tokens, work.cached_tokens, work.output_tokens))
         if not line.num_waiting:
             self._last = line.served
 
@@ -372,7 +365,8 @@ class Band:
 
     def charge(self, work: Work, tenths: int) -> None:
         """Let the tenant's counter hold `tenths` for this request, in place of what it held."""
-        charge = share(tenths, work.weight)
+        assert work.weight > 0, work.weight
+        charge = round(tenths * UNIT / work.weight)  # `fair_share.share`.
         if charge == work.charged:
             return
         line = self._lines[work.tenant]
@@ -412,8 +406,8 @@ class Band:
             heapify(self._heap)
         heappush(self._heap, (line.served, head.order_ns, line.number, line.entry, line))
 
-    def _first(self) -> TenantQueue | None:
-        """The line with the smallest counter; ties go to the earlier head."""
+    def _first(self) -> tuple[TenantQueue, Work] | None:
+        """The line with the smallest counter, and its head; ties go to the earlier head."""
         heap = self._heap
         while heap:
             served, order_ns, number, version, line = heap[0]
@@ -421,7 +415,7 @@ class Band:
             if head is None:
                 heappop(heap)
             elif served == line.served and order_ns == head.order_ns:
-                return line
+                return line, head
             else:
                 heapreplace(heap, (line.served, head.order_ns, number, version, line))
         return None

@@ -149,7 +149,7 @@ class CapacityTable:
 
     __slots__ = (
         "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_starts", "_workers",
-        "get", "held", "num_ready", "num_running", "num_slots", "num_spare",
+        "get", "held", "num_ready", "num_running", "num_slots", "num_spare", "only",
     )  # fmt: skip
 
     def __init__(
@@ -168,6 +168,8 @@ class CapacityTable:
         self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, WorkerCapacity] = {}
         self.held: WorkerCapacity | None = None
+        self.only: WorkerCapacity | None = None
+        """The only worker, ready or not; None if there are several, or none."""
         self.num_ready = self.num_slots = self.num_spare = 0
         self.num_running = 0
         """Streams given by us and not ended, and those of others."""
@@ -216,11 +218,6 @@ class CapacityTable:
         """Whether this worker is busy may have changed."""
         if (worker := self._workers.get(worker_id)) is not None:
             self._enter(worker)
-
-    @property
-    def only(self) -> WorkerCapacity | None:
-        """The only worker, ready or not; None if there are several, or none."""
-        return next(iter(self._workers.values())) if len(self._workers) == 1 else None
 
     def has_room(self) -> bool:
         """Whether any worker, but one that is held, could start a stream."""
@@ -352,11 +349,12 @@ class CapacityTable:
     def _enter(self, worker: WorkerCapacity) -> None:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
         self._leave(worker)
-        worker.busy = self._is_busy(worker)
-        if worker.is_open:
-            worker.rank = (_load(worker), worker.turn, worker.number, worker)
+        worker.busy = worker.pending_tokens > 0 and self._is_busy(worker)
+        taken = worker.booked + worker.others
+        if worker.view.ready and not worker.held and taken < worker.limit:  # `is_open`.
+            worker.rank = (taken * _LOAD_UNIT // (worker.slots or 1), worker.turn, worker.number, worker)
             insort(self._beyond, worker.rank)
-            if worker.num_free >= 1:
+            if not worker.busy and (worker.slots > taken if not worker.others else worker.num_free >= 1):
                 insort(self._open, worker.rank)
 
     def _leave(self, worker: WorkerCapacity) -> None:
@@ -371,9 +369,11 @@ class CapacityTable:
 
     def _count_alone(self) -> None:
         """A worker came or went. More than two need no look: none of them was alone, or is."""
-        if len(self._workers) <= 2:
-            for worker in self._workers.values():
-                worker.alone = len(self._workers) == 1
+        workers = self._workers
+        self.only = next(iter(workers.values())) if len(workers) == 1 else None
+        if len(workers) <= 2:
+            for worker in workers.values():
+                worker.alone = worker is self.only
 
     def _reside(self, worker: WorkerId, had: frozenset[str], has: frozenset[str]) -> None:
         """Keep the workers of each adapter."""

@@ -161,7 +161,8 @@ class FairQueue:
         (times their weight) are passed over, except in protected bands. With `sets_aside`, what does not fit
         counts as too large for the room there is.
         """
-        for band in self._in_turn(now_ns):
+        waiting = [band for band in self.bands if band.waiting]
+        for band in waiting if len(waiting) < 2 else self._in_turn(now_ns, waiting):
             if above is not None and band.level >= above:
                 continue
             own_share = None if band.config.protected else share
@@ -301,11 +302,8 @@ class FairQueue:
             for aside in passed.aside:
                 aside.skips += aside.hold_ns <= now_ns  # A held request waits for a warm worker by choice.
 
-    def _in_turn(self, now_ns: int) -> Sequence[Band]:
+    def _in_turn(self, now_ns: int, waiting: Sequence[Band]) -> Sequence[Band]:
         """Bands with work, by who goes next."""
-        waiting = [band for band in self.bands if band.waiting]
-        if len(waiting) < 2:
-            return waiting
         starved: list[tuple[int, int, Band]] = []
         owed: list[Band] = []
         under: list[Band] = []

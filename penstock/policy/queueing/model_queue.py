@@ -132,7 +132,7 @@ class ModelQueue:
             return None
         work, worker = self._held_fits(now_ns)
         if work is None and (self.peers.has_room(now_ns) if self.peers.ids else workers.has_room()):
-            work = queue.pop(now_ns, self._fits, share=self._share())
+            work = queue.pop(now_ns, self._finds_place, share=self._share())
             worker = self._found
         if work is None and self.held is not None:
             work, worker = self._pass_held(now_ns, self.held)
@@ -148,7 +148,7 @@ class ModelQueue:
 
     def book(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """It is started there."""
-        line = self.queue.band_of(work).line(work.tenant)
+        line = self.queue.bands[work.level].line(work.tenant)
         work.takes_row = line is not None and line.num_running == work.streams
         self.workers.book(worker, work)
         if self.peers.ids:
@@ -175,7 +175,7 @@ class ModelQueue:
     def failed(self, worker_id: WorkerId, work: Work) -> None:
         """It failed there, and will wait for another attempt."""
         self.avoid.setdefault(work.id, set()).add(worker_id)
-        work.hold_ns = 0
+        work.hold_ns, work.takes_row = 0, False
 
     def has_other(
         self,
@@ -207,8 +207,10 @@ class ModelQueue:
 
     def forget(self, work: Work) -> None:
         """It has ended."""
-        self.avoid.pop(work.id, None)
-        self.leaving.discard(work.id)
+        if self.avoid:
+            self.avoid.pop(work.id, None)
+        if self.leaving:
+            self.leaving.discard(work.id)
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
@@ -245,7 +247,7 @@ class ModelQueue:
             else:
                 self.pace.too_late(now_ns, work)
                 return work, "late"
-        oldest = self._oldest()
+        oldest = None if self.workers.num_ready else self._oldest()
         if oldest is not None and self._no_worker_until(oldest) <= now_ns:
             return oldest, "no_worker"
         return None
@@ -256,7 +258,7 @@ class ModelQueue:
         overdue_ns = self.queue.next_overdue_ns() if self.held is None else None
         if overdue_ns is not None and overdue_ns > now_ns:  # Else its report will tell.
             times.append(overdue_ns)
-        oldest = self._oldest()
+        oldest = None if self.workers.num_ready else self._oldest()
         if oldest is not None:
             times.append(self._no_worker_until(oldest))
         holds = self._holds
@@ -327,10 +329,12 @@ class ModelQueue:
         the others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
         workers = self.workers
-        rows = workers.num_slots - workers.num_spare
+        rows, free = workers.num_slots - workers.num_spare, workers.num_slots - workers.num_running
+        if 0 < free > workers.num_spare + self._config.headroom * rows + 1:
+            return None  # As nearly always.
         headroom = math.ceil(self._config.headroom * rows) if rows >= _HEADROOM_ROWS else 0
         reserve = max(0, workers.num_spare + headroom)  # Rows that are kept free are headroom already.
-        if workers.num_slots - workers.num_running > reserve:
+        if free > reserve:
             return None
         num_active = sum([band.num_active for band in self.queue.bands])
         return _OVER * workers.num_slots / num_active if num_active > 1 else None
@@ -350,17 +354,16 @@ class ModelQueue:
         work.takes_row, work.hold_ns = False, was_held_ns
         return False
 
-    def _fits(self, work: Work) -> bool:
-        work.takes_row = False
-        return self._finds_place(work)
-
     def _finds_place(self, work: Work) -> bool:
         now_ns = self._now_ns
         blocked = self._blocked(now_ns, work)
         if work.hold_ns > now_ns and self._is_held(work, blocked):
             return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
-        found = self._place(now_ns, work, avoid, blocked)
+        if self.peers.ids or self._deployments:
+            found = self._place(now_ns, work, avoid, blocked)
+        else:  # As nearly always.
+            found = self.placement.place(now_ns, work, self.workers, avoid, blocked)
         if isinstance(found, Hold):
             has_time = not work.start_by_ns or found.until_ns < work.expires_ns
             if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):
@@ -473,9 +476,7 @@ class ModelQueue:
         self.workers.unhold()
 
     def _oldest(self) -> Work | None:
-        """The request that has waited longest, while there is no worker to wait for."""
-        if self.workers.num_ready:
-            return None
+        """The request that has waited longest, for when there is no worker to wait for."""
         firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
         return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
 

@@ -72,6 +72,7 @@ class Pace:
         "_firsts_ns",
         "_kinds",
         "_late_ns",
+        "_lesson",
         "_margin",
         "_overdue",
         "_ratios",
@@ -95,6 +96,9 @@ class Pace:
         `_overdue`."""
         self._overdue: dict[WorkerId, set[RequestId]] = {}
         """Those that have waited at their worker for longer than its prompts may take."""
+        self._lesson: tuple[str, Ran] | None = None
+        """To be learned before the laws are asked for anything: the client of that request need not wait for
+        it."""
         self._ratios = _Latest()
         self._margin = 1.0
         self._firsts_ns = _Latest()
@@ -147,6 +151,8 @@ class Pace:
             return False
         if worker.id in self._overdue:
             return worker.num_pending > 1
+        if self._lesson is not None:
+            self.learn()
         speed = self._speeds.of(worker.view.kind)
         return speed.backlog_s(worker.pending_tokens, worker.booked + worker.others) > self._backlog_s
 
@@ -174,13 +180,19 @@ class Pace:
         assert at_ns is None or at_ns >= 0, "time begins at 0"
         return None if at_ns is None else at_ns + round(OVERDUE * self.backlog_ns) + 1
 
-    def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
-        if self._unbegun.pop((request_id, worker), None) is None and (late := self._overdue.get(worker)):
-            late.discard(request_id)
+    def _left(self, work: Work, worker: WorkerCapacity) -> _Sent | None:
+        """It has output, or runs there no more: what it was sent with, the first time."""
+        sent = self._sent.pop((work.id, worker.id), None)
+        if sent is not None and self._unbegun.pop((work.id, worker.id), None) is None:
+            late = self._overdue[worker.id]
+            late.discard(work.id)
             if not late:
-                del self._overdue[worker]
+                del self._overdue[worker.id]
+        return sent
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
+        if self._lesson is not None:
+            self.learn()
         slowest_s = 0.0
         for kind in self._kinds:
             took_s = self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams)
@@ -195,6 +207,8 @@ class Pace:
             return
         running, tokens = worker.booked + worker.others, uncached_tokens(work)
         backlog, streams = worker.pending_tokens - tokens, running - work.streams
+        if self._lesson is not None:
+            self.learn()
         speed, prompt = self._speeds.of(worker.view.kind), work.prompt_tokens + work.cached_tokens
         said_s = speed.prefill_s(tokens, prompt, streams) + speed.backlog_s(backlog, streams)
         waited = 0 < worker.view.max_running < running
@@ -204,8 +218,7 @@ class Pace:
 
     def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Its first output came."""
-        self._has_output(work.id, worker.id)
-        sent, kind = self._sent.pop((work.id, worker.id), None), worker.view.kind
+        sent, kind = self._left(work, worker), worker.view.kind
         if sent is None:
             return
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
@@ -214,28 +227,38 @@ class Pace:
         first_ns = now_ns - sent.at_ns
         assert first_ns >= 0, "no output comes before its start"
         self._firsts_ns.add(first_ns)
-        self._ratios.add(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
-        if len(self._ratios.ordered) >= _SCORED_MIN:
-            self._margin = min(_MARGIN_MAX, max(1.0, self._ratios.p90()))
+        said_s = max(_SHORTEST_S, sent.said_s)
+        if self._ratios.add(first_ns / NS_PER_S / said_s) >= _SCORED_MIN:
+            p90 = self._ratios.p90()
+            self._margin = 1.0 if p90 < 1.0 else min(_MARGIN_MAX, p90)
+        self.learn()
         if not self._speeds.learns_at(kind, now_ns):
             return
-        self._speeds.learn(
-            kind,
-            Ran(
-                at_ns=now_ns,
-                computed_tokens=max(1, uncached_tokens(work)),
-                prompt_tokens=work.prompt_tokens + work.cached_tokens,
-                backlog_tokens=sent.backlog_tokens,
-                streams=sent.streams,
-                first_ns=first_ns,
-                waited=sent.waited,
-            ),
+        ran = Ran(
+            at_ns=now_ns,
+            computed_tokens=max(1, uncached_tokens(work)),
+            prompt_tokens=work.prompt_tokens + work.cached_tokens,
+            backlog_tokens=sent.backlog_tokens,
+            streams=sent.streams,
+            first_ns=first_ns,
+            waited=sent.waited,
         )
+        self._lesson = kind, ran
+
+    @property
+    def has_lesson(self) -> bool:
+        """Whether `learn` has something to do."""
+        return self._lesson is not None
+
+    def learn(self) -> None:
+        """Take in what the last request has shown, if that was not done."""
+        if self._lesson is not None:
+            lesson, self._lesson = self._lesson, None
+            self._speeds.learn(*lesson)
 
     def ended(self, work: Work, worker: WorkerCapacity) -> None:
         """It runs there no more."""
-        self._has_output(work.id, worker.id)
-        self._sent.pop((work.id, worker.id), None)
+        self._left(work, worker)
 
 
 class _Latest:
@@ -247,14 +270,15 @@ class _Latest:
         self._values = deque[float]()
         self.ordered: list[float] = []
 
-    def add(self, value: float) -> None:
-        """The oldest makes room."""
+    def add(self, value: float) -> int:
+        """The oldest makes room; returns how many there are."""
         values, ordered = self._values, self.ordered
-        if len(values) >= _SCORED:
-            del ordered[bisect_left(ordered, values.popleft())]
         values.append(value)
+        if (num := len(values)) > _SCORED:
+            num -= 1
+            del ordered[bisect_left(ordered, values.popleft())]
         insort(ordered, value)
-        assert len(ordered) == len(values), "both hold the same values"
+        return num
 
     def p90(self) -> float:
         """The value that nine of ten do not exceed; there must be one."""

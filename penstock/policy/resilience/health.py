@@ -206,9 +206,9 @@ class FleetHealth:
         """
         found = self._routes.get(route)
         breaker = found.breakers.get(worker_id) if found is not None else None
-        if found is None or breaker is None or worker_id not in found.external or len(found.ready) > 1:
+        if found is None or breaker is None or not breaker.is_doubted:
             return 0
-        if not breaker.is_doubted:
+        if worker_id not in found.external or len(found.ready) > 1:
             return 0
         return max(SLOW_ALONE_NS, breaker.slow_ns) + 1
 
@@ -216,11 +216,16 @@ class FleetHealth:
         """Its first output came, so long after it was started there."""
         breaker = self._breaker(route, worker_id)
         if breaker is not None:
+            was = breaker.state
             breaker.began(now_ns, ttft_ns, peers_fine=lambda: self._peers_fine(now_ns, route, worker_id))
-            self._note(route, worker_id, breaker)
+            if breaker.state is not was:
+                self._note(route, worker_id, breaker)
 
     def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
         """It ended there: None if it ended well, or its client or this gateway ended it."""
+        if error is None:
+            self._forget(route, worker_id)
+            return
         if isinstance(error, WorkerBusy):
             self._rest(now_ns, route, worker_id, error.retry_after_s)
         if isinstance(error, WorkerError) and (breaker := self._breaker(route, worker_id)) is not None:

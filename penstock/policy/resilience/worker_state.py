@@ -368,7 +368,8 @@ class Breaker:
     def slow_ns(self) -> int:
         """A first token that takes longer is slow, once it is known what is usual."""
         config = self._config
-        return max(round(self._usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
+        slow_ns, least_ns = round(self._usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS
+        return max(least_ns, slow_ns)
 
     @property
     def _probe_ns(self) -> int:

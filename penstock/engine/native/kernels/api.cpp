@@ -258,7 +258,7 @@ PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
                               sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsMlp),       sizeof(PsLayer),
                               sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample), sizeof(PsAdapterPart), sizeof(PsAdapterLinear),
-                              sizeof(PsAdapterLayer), sizeof(PsLookup), sizeof(PsDraft)};
+                              sizeof(PsAdapterLayer), sizeof(PsLookup), sizeof(PsDraft), sizeof(PsPack)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 

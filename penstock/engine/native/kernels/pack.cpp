@@ -64,24 +64,45 @@ void pack_floats(const float *first, const float *second, int64_t panel, int64_t
     }
 }
 
+// Has the system clear memory, a huge page at a time: two threads that write into one that is not there yet would both
+// clear one, and one of the two is thrown away.
+void touch(char *out, int64_t bytes) {
+  constexpr int64_t kHuge = 2 << 20;
+  int64_t before = (int64_t)((uintptr_t)out % kHuge), pages = (before + bytes + kHuge - 1) / kHuge;
+  auto write = [=](int64_t page, int) {
+    __atomic_fetch_or(out + (page ? page * kHuge - before : 0), 0, __ATOMIC_RELAXED);
+  };
+  penstock::parallel(pages, write);
+}
+
+void pack(const PsPack &job) {
+  Transpose transpose = penstock::table->transpose;
+  int64_t width = job.second ? 16 : 32, panels = (job.n + width - 1) / width;
+  int64_t panel_values = 32 * job.k_padded;
+  int64_t panel_bytes = job.type == PS_F32    ? panel_values * 4
+                        : job.type == PS_BF16 ? panel_values * 2
+                        : job.type == PS_I8   ? panel_values
+                                              : panel_values / 2;
+  const char *first = (const char *)job.first, *second = (const char *)job.second;
+  int64_t n = job.n, k = job.k, k_padded = job.k_padded;
+  auto one = [=](int64_t p, int) {
+    char *out = (char *)job.out + p * panel_bytes;
+    if (job.type == PS_BF16)
+      pack_words(first, second, p, n, k * 2, k_padded / 32, transpose, (uint32_t *)out);
+    else if (job.type == PS_I8)
+      pack_words(first, second, p, n, k, k_padded / 64, transpose, (uint32_t *)out);
+    else if (job.type == PS_I4)
+      pack_nibbles((const uint8_t *)first, (const uint8_t *)second, p, n, k, k_padded, (uint8_t *)out);
+    else
+      pack_floats((const float *)first, (const float *)second, p, n, k, k_padded, (float *)out);
+  };
+  touch((char *)job.out, panels * panel_bytes);
+  penstock::parallel(panels, one);
+}
+
 }  // namespace
 
-PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
-                       void *out) {
-  Transpose transpose = penstock::table->transpose;
-  int64_t width = second ? 16 : 32, panels = (n + width - 1) / width;
-  auto pack = [=](int64_t p, int) {
-    int64_t at = p * 32 * k_padded;
-    if (type == PS_BF16)
-      pack_words((const char *)first, (const char *)second, p, n, k * 2, k_padded / 32, transpose,
-                 (uint32_t *)((uint16_t *)out + at));
-    else if (type == PS_I8)
-      pack_words((const char *)first, (const char *)second, p, n, k, k_padded / 64, transpose, (uint32_t *)((int8_t *)out + at));
-    else if (type == PS_I4)
-      pack_nibbles((const uint8_t *)first, (const uint8_t *)second, p, n, k, k_padded, (uint8_t *)out + at / 2);
-    else
-      pack_floats((const float *)first, (const float *)second, p, n, k, k_padded, (float *)out + at);
-  };
+PS_EXPORT void ps_pack(const PsPack *jobs, int64_t count) {
   penstock::PoolLock held;
-  penstock::parallel(panels, pack);
+  for (int64_t i = 0; i < count; i++) pack(jobs[i]);
 }

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 17
+#define PS_ABI_VERSION 18
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -38,6 +38,15 @@ struct PsWeight {
   int32_t
       epilogue;  // PsEpilogue: with a gate a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
   int32_t group;  // I4: inputs per scale
+  int32_t reserved;
+};
+
+// A weight to be packed.
+struct PsPack {
+  const void *first, *second;  // [n, k], dense, I4 as one value from 0 to 15 to a byte; `second` of a gate and up, or null
+  void *out;
+  int64_t n, k, k_padded;
+  int32_t type;  // PsType
   int32_t reserved;
 };
 
@@ -229,9 +238,7 @@ PS_EXPORT int32_t ps_supports(int32_t weight_type);
 
 // Asks for huge pages under memory of the caller's, touched or not; a wish that may be refused.
 PS_EXPORT void ps_advise_huge(void *at, int64_t bytes);
-// `first` and perhaps `second` are [n, k], dense; I4 comes as one value from 0 to 15 to a byte.
-PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
-                       void *out);
+PS_EXPORT void ps_pack(const PsPack *jobs, int64_t count);
 
 // Rounds W [n, k] of `x_type` (rows ldx apart) to int8, or to four-bit values of a byte each; `scale` [n] or [n, groups].
 PS_EXPORT void ps_round(int32_t type, int32_t x_type, const void *x, int64_t n, int64_t k, int64_t ldx, int64_t group,
