@@ -385,7 +385,8 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
     work.start_by_ns = verdict.start_by_ns
     work.num_bytes = facts.num_bytes
     work.streams = facts.choices
-    work.blocks = -(-_held(facts, computed) // BLOCK_TOKENS) + facts.choices
+    held = _held(facts, computed) if facts.held_tokens else computed
+    work.blocks = -(-held // BLOCK_TOKENS) + facts.choices
     work.prompt_tokens, work.cached_tokens, work.output_tokens = computed, facts.cached_tokens, expected
     work.context_tokens = facts.context_tokens
     work.keys, work.session = facts.keys, facts.session
