@@ -119,7 +119,7 @@ bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32
 	@$(DEV)
 	@$(BIN)/python -m bench.relay.served $(ARGS)
 
-bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, Envoy, nginx, LiteLLM (installs them; ARGS=--quick, ARGS=--features)
+bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, Envoy, nginx, LiteLLM (installs them; ARGS=--quick)
 	@$(DEV)
 	@bench/relay/install_peers.sh
 	@$(BIN)/python -m bench.relay.peers $(ARGS)

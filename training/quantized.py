@@ -26,7 +26,7 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.quantize.calibrate import SEQUENCE_TOKENS
-from penstock.engine.quantize.publish import TARGETS, Quantizer
+from penstock.engine.quantize.publish import TARGETS, Quantizer, Target
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array
 from penstock.protocol.worker import Submit
@@ -85,7 +85,7 @@ def calibration(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     return [ids[at : at + SEQUENCE_TOKENS] for at in range(0, len(ids), SEQUENCE_TOKENS)]
 
 
-def make(recipe: Recipe, target: str) -> tuple[Path, float]:
+def make(recipe: Recipe, target: Target) -> tuple[Path, float]:
     """The model in one format, unless it is there already, and the mean of its layers' errors."""
     name = recipe.persona.name
     output, note = WORK / f"{name}-{target}", WORK / f"{name}-{target}.json"

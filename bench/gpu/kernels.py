@@ -27,7 +27,11 @@ MIXED: Rows = [(0, 200), (1024, 1), (77, 33), (511, 1), (300, 16), (15, 1), (200
 def run(bench: Bench, report: Report) -> None:
     ops = bench.ops()
     report.put("ops", ops.name)
-    wrong = checked(report, {name: partial(check, bench, ops) for name, check in CHECKS.items()})
+    checks = {
+        name: partial(twins, partial(work, bench), ops, TorchOps(), exact=name in EXACT)
+        for name, work in CHECKS.items()
+    }
+    wrong = checked(report, checks)
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     figures: dict[str, Any] = {}
@@ -54,6 +58,14 @@ def compare(ours: Tensor, twin: Tensor) -> dict[str, Any]:
     return {"ok": error <= LIMIT, "relative_error": error}  # NaN is not below anything.
 
 
+def twins(work: Callable[[Any], Tensor], ops: object, twin: object, *, exact: bool = False) -> dict[str, Any]:
+    """The same work by both."""
+    ours, theirs = work(ops), work(twin)
+    if exact:
+        return {"ok": torch.equal(ours, theirs), "values_that_differ": int((ours != theirs).sum())}
+    return compare(ours, theirs)
+
+
 def spec_of(bench: Bench) -> DecoderSpec:
     spec = shape("qwen3-14b", tiny=bench.tiny)
     return spec if bench.tiny else replace(spec, num_heads=32, vocab_size=151_936)
@@ -63,111 +75,76 @@ def rows_of(bench: Bench) -> Rows:
     return [(0, 9), (33, 1), (17, 3)] if bench.tiny else MIXED
 
 
-def check_prepare(bench: Bench, ops: Ops) -> dict[str, Any]:
-    found = []
-    for each in (ops, TorchOps()):
-        one = case(bench, spec_of(bench), rows_of(bench))
-        one.step.state.token_ids.copy_(
-            torch.arange(one.step.state.token_ids.numel()).view_as(one.step.state.token_ids) % 97
-        )
-        each.prepare(one.step, one.slots_per_block)
-        inputs = one.step.inputs
-        found.append(
-            [inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_tokens, inputs.sample_positions]
-        )
-    return {"ok": all(torch.equal(a, b) for a, b in zip(*found, strict=True))}
+def prepared_step(bench: Bench, ops: Ops) -> Tensor:
+    one = case(bench, spec_of(bench), rows_of(bench))
+    known = one.step.state.token_ids
+    known.copy_(torch.arange(known.numel()).view_as(known) % 97)
+    ops.prepare(one.step, one.slots_per_block)
+    at = one.step.inputs
+    made = (at.token_ids, at.positions, at.slots, at.sample_tokens, at.sample_positions)
+    return torch.cat([each.flatten().long() for each in made])
 
 
-def check_norm(bench: Bench, ops: Ops) -> dict[str, Any]:
-    found = []
-    for each in (ops, TorchOps()):
-        x, residual, weight = (random(bench, n, 1024, seed=n) for n in (33, 34, 1))
-        residual, out = residual[:33].clone(), torch.full_like(x, torch.nan)
-        each.add_norm(residual, x, weight[0], 1e-6, out)
-        each.norm(out, weight[0], 1e-6, out)
-        found.append(torch.cat((out, residual)))
-    return compare(*found)
+def normed(bench: Bench, ops: Ops) -> Tensor:
+    x, residual, weight = (random(bench, n, 1024, seed=n) for n in (33, 34, 1))
+    residual, out = residual[:33].clone(), torch.full_like(x, torch.nan)
+    ops.add_norm(residual, x, weight[0], 1e-6, out)
+    ops.norm(out, weight[0], 1e-6, out)
+    return torch.cat((out, residual))
 
 
-def check_gate(bench: Bench, ops: Ops) -> dict[str, Any]:
-    found = []
-    for each in (ops, TorchOps()):
-        x, out = (
-            random(bench, 33, 2 * 768, seed=5),
-            torch.full((2, 33, 768), torch.nan, dtype=bench.dtype, device=bench.device),
-        )
-        each.silu_mul(x, out[0])
-        each.gelu_tanh_mul(x, out[1])
-        found.append(out)
-    return compare(*found)
+def gated(bench: Bench, ops: Ops) -> Tensor:
+    x = random(bench, 33, 2 * 768, seed=5)
+    out = torch.full((2, 33, 768), torch.nan, dtype=bench.dtype, device=bench.device)
+    ops.silu_mul(x, out[0])
+    ops.gelu_tanh_mul(x, out[1])
+    return out
 
 
-def check_rotate_store(bench: Bench, ops: Ops) -> dict[str, Any]:
-    found = []
-    for each in (ops, TorchOps()):
-        one = prepared(bench, each, rows_of(bench))
-        qkv, q = one.heads(3, all_heads=True), torch.full_like(one.heads(4, all_heads=False), torch.nan)
-        each.rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
-        kv = one.cache.slots.view(-1, one.spec.kv_size)
-        place = one.step.inputs.slots + 2 * 16
-        found.append(torch.cat((q.flatten(), kv[place].flatten(), kv[place + 16].flatten())))
-    return compare(*found)
+def rotated_and_stored(bench: Bench, ops: Ops) -> Tensor:
+    one = prepared(bench, ops, rows_of(bench))
+    qkv, q = one.heads(3, all_heads=True), torch.full_like(one.heads(4, all_heads=False), torch.nan)
+    ops.rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
+    kv, place = one.cache.slots.view(-1, one.spec.kv_size), one.step.inputs.slots + 2 * 16
+    return torch.cat((q.flatten(), kv[place].flatten(), kv[place + 16].flatten()))
 
 
-def check_attend(
-    bench: Bench,
-    ops: Ops,
-    *,
-    rows: Rows | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
+def attended(
+    bench: Bench, ops: Ops, *, rows: Rows | None = None, window: int = 0, softcap: float = 0.0,
     float8: bool = False,
-) -> dict[str, Any]:
-    found = []
-    for each in (ops, TorchOps()):
-        torch.manual_seed(1)
-        one = prepared(bench, each, rows or rows_of(bench))
-        qkv, q = one.heads(3, all_heads=True), one.heads(4, all_heads=False)
-        one = in_float8(one, bench.dtype) if float8 else one
-        (each if float8 else TorchOps()).rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
-        out = torch.full_like(q, torch.nan)
-        how = AttentionLayer(1, one.spec.head_dim**-0.5, softcap, window)
-        each.attend(q, out, one.cache, one.step, how, one.partials)
-        found.append(out)
-    return compare(*found)
+) -> Tensor:  # fmt: skip
+    torch.manual_seed(1)
+    one = prepared(bench, ops, rows or rows_of(bench))
+    qkv, q = one.heads(3, all_heads=True), one.heads(4, all_heads=False)
+    one = in_float8(one, bench.dtype) if float8 else one
+    (ops if float8 else TorchOps()).rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
+    out = torch.full_like(q, torch.nan)
+    how = AttentionLayer(1, one.spec.head_dim**-0.5, softcap, window)
+    ops.attend(q, out, one.cache, one.step, how, one.partials)
+    return out
 
 
-def check_sample(bench: Bench, ops: Ops) -> dict[str, Any]:
-    found = []
-    spec = spec_of(bench)
-    for each in (ops, TorchOps()):
-        one = prepared(bench, each, [(5 + row, 1) for row in range(24)])
-        state, index = one.step.state, torch.arange(25, device=bench.device)
-        state.temperature.copy_((index % 4).float() * 0.5)
-        state.top_k.copy_((index % 3) * 20)
-        state.top_p.copy_(1.0 - (index % 2) * 0.2)
-        state.min_p.copy_((index % 5 == 4) * 0.05)
-        state.seed.copy_(index.long() * 7 - 40)
-        logits = 3 * random(bench, 24, spec.vocab_size, seed=9).float()
-        drawn = Drawn.allocate(24, bench.device)
-        each.sample(logits, one.step, drawn)
-        found.append(torch.cat((drawn.token_ids, drawn.healthy.int())))
-    return {"ok": torch.equal(*found), "rows_that_differ": int((found[0] != found[1]).sum())}
+def sampled(bench: Bench, ops: Ops) -> Tensor:
+    one = prepared(bench, ops, [(5 + row, 1) for row in range(24)])
+    state, index = one.step.state, torch.arange(25, device=bench.device)
+    state.temperature.copy_((index % 4).float() * 0.5)
+    state.top_k.copy_((index % 3) * 20)
+    state.top_p.copy_(1.0 - (index % 2) * 0.2)
+    state.min_p.copy_((index % 5 == 4) * 0.05)
+    state.seed.copy_(index.long() * 7 - 40)
+    drawn = Drawn.allocate(24, bench.device)
+    ops.sample(3 * random(bench, 24, spec_of(bench).vocab_size, seed=9).float(), one.step, drawn)
+    return torch.cat((drawn.token_ids, drawn.healthy.int()))
 
 
-CHECKS: dict[str, Callable[[Bench, Ops], dict[str, Any]]] = {
-    "prepare": check_prepare,
-    "norm": check_norm,
-    "gate": check_gate,
-    "rotate_store": check_rotate_store,
-    "attend mixed": check_attend,
-    "attend decode": lambda bench, ops: check_attend(
-        bench, ops, rows=[(n, 1) for n in (0, 15, 16, 100, 517)]
-    ),
-    "attend window": lambda bench, ops: check_attend(bench, ops, window=20),
-    "attend softcap": lambda bench, ops: check_attend(bench, ops, softcap=5.0),
-    "sample": check_sample,
-}
+DECODE: Rows = [(n, 1) for n in (0, 15, 16, 100, 517)]
+CHECKS: dict[str, Callable[..., Tensor]] = {
+    "prepare": prepared_step, "norm": normed, "gate": gated, "rotate_store": rotated_and_stored,
+    "attend mixed": attended, "attend decode": partial(attended, rows=DECODE),
+    "attend window": partial(attended, window=20), "attend softcap": partial(attended, softcap=5.0),
+    "sample": sampled,
+}  # fmt: skip
+EXACT = ("prepare", "sample")
 
 
 def random(bench: Bench, *size: int, seed: int) -> Tensor:
@@ -265,8 +242,8 @@ def flashinfer(bench: Bench, ops: Ops) -> dict[str, Any]:
     try:
         theirs = flashinfer_ops(ops, bench.device)
         found: dict[str, Any] = {
-            "mixed": check_attend(bench, theirs),
-            "decode": check_attend(bench, theirs, rows=[(n, 1) for n in (0, 15, 16, 100, 517)]),
+            "mixed": twins(partial(attended, bench), theirs, TorchOps()),
+            "decode": twins(partial(attended, bench, rows=DECODE), theirs, TorchOps()),
         }
         spec = shape("llama-3-8b", tiny=bench.tiny)
         for name, rows in {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.gpu.ceilings import copy_rate, gemm_rate, void
 from bench.gpu.common import Bench, Report, checked, shape
-from bench.gpu.kernels import attend, check_attend, compare, random
+from bench.gpu.kernels import attend, attended, compare, random, twins
 from bench.gpu.steps import Rows
 from penstock.engine.gpu.packed import (
     MatrixOps,
@@ -21,6 +21,7 @@ from penstock.engine.gpu.packed import (
     packed,
     rounded,
 )
+from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 
 FLOAT8 = torch.float8_e4m3fn
@@ -81,29 +82,36 @@ def float8(bench: Bench, n: int, k: int, *, in_blocks: bool = False) -> Float8Ma
 # --- against the twins ----------------------------------------------------------------------------------
 
 
+def size_of(bench: Bench) -> tuple[int, int]:
+    return (48, 256) if bench.tiny else (2304, 4096)
+
+
 def check_product(
     bench: Bench, ops: MatrixOps, rows: int, bits: int = 4, *, group: int = 128, zeros: bool = False
 ) -> dict[str, Any]:
-    n, k = (48, 256) if bench.tiny else (2304, 4096)
+    n, k = size_of(bench)
     weight = packed_weight(bench, n, k, bits, group=group, zeros=zeros)
     x, bias = random(bench, rows, k, seed=7), random(bench, n, seed=8)
-    found = []
-    for each in (ops, TorchMatrixOps()):
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((2, rows, n), torch.nan, dtype=bench.dtype, device=bench.device)
         each.multiply(x, weight, None, out[0])
         each.multiply(x, weight, bias, out[1])
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 def check_unpack(bench: Bench, ops: MatrixOps, bits: int) -> dict[str, Any]:
-    n, k = (48, 256) if bench.tiny else (2304, 4096)
-    weight, found = packed_weight(bench, n, k, bits), []
-    for each in (ops, TorchMatrixOps()):
+    n, k = size_of(bench)
+    weight = packed_weight(bench, n, k, bits)
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((n, k), torch.nan, dtype=bench.dtype, device=bench.device)
         each.unpack(weight, out)
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 def rounded_rows(bench: Bench, ops: MatrixOps, x: Tensor, *, in_blocks: bool) -> tuple[Tensor, Tensor]:
@@ -139,34 +147,35 @@ def check_float8(bench: Bench, ops: MatrixOps, *, in_blocks: bool, rows: int) ->
 def check_few(bench: Bench, ops: MatrixOps, *, in_blocks: bool) -> dict[str, Any]:
     n, k = (128, 256) if bench.tiny else (2304, 4096)
     weight, x = few_rows(float8(bench, n, k, in_blocks=in_blocks)), random(bench, 3, k, seed=6)
-    found = []
-    for each in (ops, TorchMatrixOps()):
+
+    def work(each: MatrixOps) -> Tensor:
         out = torch.full((3, n), torch.nan, dtype=bench.dtype, device=bench.device)
         each.multiply(x, weight, None, out)
-        found.append(out)
-    return compare(*found)
+        return out
+
+    return twins(work, ops, TorchMatrixOps())
 
 
 CHECKS: dict[str, Callable[[Bench, MatrixOps], dict[str, Any]]] = {
-    "attention over FP8": lambda bench, ops: check_attend(bench, bench.ops(), float8=True),
-    "int4, 1 row, zeros": lambda bench, ops: check_product(bench, ops, 1, zeros=True),
-    "int4, 1 row, groups of 32": lambda bench, ops: check_product(bench, ops, 1, group=32),
-    "int4, 9 rows, groups of 64, zeros": lambda bench, ops: check_product(
-        bench, ops, 9, group=64, zeros=True
+    "attention over FP8": lambda bench, _: twins(
+        partial(attended, bench, float8=True), bench.ops(), TorchOps()
     ),
-    "int4, 40 rows, zeros": lambda bench, ops: check_product(bench, ops, 40, zeros=True),
-    "int4, 200 rows": lambda bench, ops: check_product(bench, ops, 200),
-    "int8, 3 rows": lambda bench, ops: check_product(bench, ops, 3, 8),
-    "int4 made dense": lambda bench, ops: check_unpack(bench, ops, 4),
-    "int8 made dense": lambda bench, ops: check_unpack(bench, ops, 8),
-    "rounding rows": lambda bench, ops: check_rounding(bench, ops, in_blocks=False),
-    "rounding blocks": lambda bench, ops: check_rounding(bench, ops, in_blocks=True),
-    "fp8, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=False),
-    "fp8 in blocks, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=True),
-    "fp8, 1 row": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=1),
-    "fp8, 77 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=77),
-    "fp8 in blocks, 20 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=20),
-    "fp8 in blocks, 76 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=76),
+    "int4, 1 row, zeros": partial(check_product, rows=1, zeros=True),
+    "int4, 1 row, groups of 32": partial(check_product, rows=1, group=32),
+    "int4, 9 rows, groups of 64, zeros": partial(check_product, rows=9, group=64, zeros=True),
+    "int4, 40 rows, zeros": partial(check_product, rows=40, zeros=True),
+    "int4, 200 rows": partial(check_product, rows=200),
+    "int8, 3 rows": partial(check_product, rows=3, bits=8),
+    "int4 made dense": partial(check_unpack, bits=4),
+    "int8 made dense": partial(check_unpack, bits=8),
+    "rounding rows": partial(check_rounding, in_blocks=False),
+    "rounding blocks": partial(check_rounding, in_blocks=True),
+    "fp8, 3 rows as they are": partial(check_few, in_blocks=False),
+    "fp8 in blocks, 3 rows as they are": partial(check_few, in_blocks=True),
+    "fp8, 1 row": partial(check_float8, in_blocks=False, rows=1),
+    "fp8, 77 rows": partial(check_float8, in_blocks=False, rows=77),
+    "fp8 in blocks, 20 rows": partial(check_float8, in_blocks=True, rows=20),
+    "fp8 in blocks, 76 rows": partial(check_float8, in_blocks=True, rows=76),
 }
 
 

@@ -35,14 +35,14 @@ def run(bench: Bench, report: Report) -> None:
     seconds = (CLOCK.now_ns() - start_ns) / 1e9
     assert tokens == sum(out for _, out in asked), (tokens, asked)
     stats = core.stats()
-    report.put("requests", count)
-    report.put("output_tokens", tokens)
-    report.put("wall_s", round(seconds, 3))
-    report.put("output_tokens_per_s", round(tokens / seconds, 1))
-    report.put("steps", steps)
-    report.put("host_ms_per_step", round(stats.host_ns / 1e6 / max(stats.step, 1), 4))
-    report.put("graph_replays", built.runner.graphs.replays)
-    report.put("preemptions", stats.preemptions)
+    figures = {
+        "requests": count, "output_tokens": tokens, "wall_s": round(seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 1), "steps": steps,
+        "host_ms_per_step": round(stats.host_ns / 1e6 / max(stats.step, 1), 4),
+        "graph_replays": built.runner.graphs.replays, "preemptions": stats.preemptions,
+    }  # fmt: skip
+    for name, value in figures.items():
+        report.put(name, value)
     report.put("summary", f"{tokens / seconds:.0f} tok/s")
 
 

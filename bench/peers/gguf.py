@@ -5,37 +5,18 @@ ours among them. Quantized files are made from this one by llama.cpp's own quant
 """
 
 import json
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
+from safetensors import safe_open
 
 from bench.peers.vocabulary import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TURN_END
 
-BF16 = gguf.GGMLQuantizationType.BF16
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A bfloat16 tensor of a safetensors file, not read yet. `start` counts from the start of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+INTERLEAVED = {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}
+"""Of llama's queries and keys: where the number of heads stands."""
 
 
 def convert(folder: Path, target: Path) -> None:
@@ -46,47 +27,30 @@ def convert(folder: Path, target: Path) -> None:
             GGUF.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    source = folder / "model.safetensors"
-    data = np.memmap(source, dtype=np.uint8, mode="r")
-    partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, config["model_type"])
+    family, partial = config["model_type"], target.with_suffix(".partial")
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(partial, family)
     _add_model(writer, config)
     _add_tokenizer(writer, folder)
-    for tensor in stored_tensors(source):
-        _add_tensor(writer, tensor, data, config)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 It is no mapping.
+            tensor, given = file.get_tensor(name), names.get_name(name, (".weight", ".bias"))
+            if tensor.dtype is not torch.bfloat16:
+                raise ValueError(f"{name} is {tensor.dtype}, expected bfloat16")
+            if given is None:
+                raise ValueError(f"{name}: no such tensor in GGUF's {family}")
+            bits = tensor.view(torch.uint16).numpy()
+            heads = INTERLEAVED.get(".".join(name.split(".")[-2:])) if family == "llama" else None
+            if tensor.ndim == 1:  # Vectors are float32 in GGUF.
+                writer.add_tensor(given, tensor.float().numpy())
+                continue
+            bits = interleaved(bits, config[heads]) if heads else bits
+            writer.add_tensor(given, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
     writer.close()
     partial.rename(target)
-
-
-def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file, in file order."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] != "BF16":
-            raise ValueError(f"{path}: {name} is {entry['dtype']}, expected BF16")
-        yield StoredTensor(name, tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-
-
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a checkpoint tensor."""
-    outer = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in outer:
-        return outer[name]
-    head, _, rest = name.removeprefix("model.layers.").partition(".")
-    part, _, kind = rest.rpartition(".")
-    if part not in _NAMES or not head.isdigit():
-        raise ValueError(f"{name}: no such tensor in GGUF's llama and qwen2")
-    return f"blk.{head}.{_NAMES[part]}.{kind}"
 
 
 def interleaved(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -128,18 +92,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_pad_token_id(END_OF_TEXT)
     writer.add_add_bos_token(value=False)
     writer.add_chat_template(CHAT_TEMPLATE)
-
-
-def _add_tensor(writer: gguf.GGUFWriter, tensor: StoredTensor, data: np.ndarray, config: dict) -> None:
-    size = int(np.prod(tensor.shape)) * 2
-    bits = data[tensor.start : tensor.start + size].view(np.uint16).reshape(tensor.shape)
-    name = gguf_name(tensor.name)
-    if len(tensor.shape) == 1:
-        # Vectors are float32 in GGUF; a bfloat16 is the upper half of one.
-        writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
-        return
-    if config["model_type"] == "llama" and tensor.name.endswith("q_proj.weight"):
-        bits = interleaved(bits, config["num_attention_heads"])
-    elif config["model_type"] == "llama" and tensor.name.endswith("k_proj.weight"):
-        bits = interleaved(bits, config["num_key_value_heads"])
-    writer.add_tensor(name, bits.view(np.uint8), raw_dtype=BF16)

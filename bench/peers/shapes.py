@@ -3,6 +3,7 @@ them on disk.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """How many weights there are."""
-        return sum(_count(size) for size in self.tensors().values())
+        return sum(map(math.prod, self.tensors().values()))
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint names and shapes, in the order that their random weights are drawn."""
@@ -63,55 +64,26 @@ class Shape:
         """The `config.json` of this shape."""
         kind = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.family]
         return {
-            "architectures": [kind],
-            "attention_dropout": 0.0,
-            "bos_token_id": None,
-            "eos_token_id": TURN_END,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "initializer_range": WEIGHT_STD,
-            "intermediate_size": self.intermediate,
-            "max_position_embeddings": CONTEXT,
-            "model_type": self.family,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "pad_token_id": END_OF_TEXT,
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-            "vocab_size": self.vocab,
-        }
+            "architectures": [kind], "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": TURN_END,
+            "hidden_act": "silu", "hidden_size": self.hidden, "initializer_range": WEIGHT_STD,
+            "intermediate_size": self.intermediate, "max_position_embeddings": CONTEXT,
+            "model_type": self.family, "num_attention_heads": self.heads, "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads, "pad_token_id": END_OF_TEXT, "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "use_cache": True, "vocab_size": self.vocab,
+        }  # fmt: skip
 
 
 SHAPES = {
     "28m": Shape(
-        name="28m",
-        family="llama",
-        hidden=512,
-        layers=8,
-        heads=8,
-        kv_heads=4,
-        intermediate=1088,
-        vocab=16_384,
-        rope_theta=10_000.0,
-        norm_eps=1e-5,
+        name="28m", family="llama", hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1088,
+        vocab=16_384, rope_theta=10_000.0, norm_eps=1e-5,
     ),
     "494m": Shape(
-        name="494m",
-        family="qwen2",
-        hidden=896,
-        layers=24,
-        heads=14,
-        kv_heads=2,
-        intermediate=4864,
-        vocab=151_936,
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
+        name="494m", family="qwen2", hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864,
+        vocab=151_936, rope_theta=1_000_000.0, norm_eps=1e-6,
     ),
-}
+}  # fmt: skip
 """A model where the host's time per token is everything, and Qwen2.5-0.5B's shape, where reading weights
 is."""
 
@@ -145,10 +117,3 @@ def random_weights(shape: Shape, vocabulary: Vocabulary) -> dict[str, torch.Tens
             weights[name] = drawn.to(torch.bfloat16)
     weights["model.embed_tokens.weight"][list(vocabulary.unreadable)] *= 0.01
     return weights
-
-
-def _count(size: tuple[int, ...]) -> int:
-    total = 1
-    for length in size:
-        total *= length
-    return total

@@ -4,8 +4,7 @@ with leases.
     python -m bench.policy.limits [--requests 20000] [--rounds 7] [--json FILE]
 
 The ratio is to a bare loop that does for each request what no limiter can do without: one dictionary look-up,
-one object with four fields, and two integer comparisons. The share of limits in a whole request's CPU is
-measured by `bench/relay/peers.py --features`.
+one object with four fields, and two integer comparisons.
 """
 
 import time

@@ -119,17 +119,16 @@ def python_path(tree: Path, python: str = "") -> str:
 def command_of(gateway: str, place: Place) -> list[str]:
     """How to start a gateway on `place.port`.
 
-    A name like "penstock-ledger+access" is ours with these features off; "penstock.http" is ours in front of
-    the upstream, as the others are, and "penstock.http.two" the same in two processes.
+    "penstock" is ours in front of the stand-in worker; "penstock.http" is ours in front of the upstream, as
+    the others are, and "penstock.http.two" the same in two processes.
     """
     kind, _, python = gateway.partition("@")  # First: a path may have a dash.
     if kind in OVER_HTTP:
         written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
         found = f"PYTHONPATH={python_path(REPOSITORY, python)}"
         return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
-    kind, _, off = gateway.partition("-")
-    if kind == "penstock":
-        return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
+    if gateway == "penstock":
+        return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port)]
     url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
     listen = ["--host", "127.0.0.1", "--port", str(place.port)]
     routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]

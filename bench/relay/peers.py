@@ -1,7 +1,7 @@
 """CPU of a relaying gateway per 1,000 requests, ours beside others', in one run.
 
-    python -m bench.relay.peers [--rounds 3] [--only penstock,smg] [--peers VENV] [--out FILE] [--quick]
-    python -m bench.relay.peers --features [--rounds 10] [--out FILE]      what each of our features costs
+    python -m bench.relay.peers [--rounds 3] [--only penstock,smg] [--shapes whole,paced] [--peers VENV]
+        [--quick] [--json FILE]
     python -m bench.relay.peers --show FILE                               the tables of a run again
 
 A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one
@@ -27,14 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness import command_line, write_result
 from bench.process import Process, build, free_port
 from bench.relay.gateways import HERE, Place, command_of, versions_of
-from bench.relay.tables import FEATURE_VARIANTS, Results, feature_table, goal_table, peer_table
+from bench.relay.tables import Results, peer_table, ratio_table
 
 KEY = "sk-benchbenchbe_0123456789abcdef0123456789abcdef0123456789a"
 """As in bench/relay/gateway.py."""
@@ -71,8 +70,7 @@ SHAPES = (
     Shape("each", 64, 2000, 64, stop="\u0001"),
     Shape("paced", 256, 512, 256, PACE_US),
 )
-FEATURE_SHAPES = (Shape("whole", 64, 800, 0), Shape("paced", 256, 256, 64, PACE_US))
-ROUNDS, FEATURE_ROUNDS = 3, 10
+ROUNDS = 3
 
 
 def request_bytes(port: int, shape: Shape) -> bytes:
@@ -100,15 +98,15 @@ def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float
     """Send requests; what the client saw."""
     file = place / "request"
     file.write_bytes(request_bytes(port, shape))
-    done = subprocess.run(
-        [
-            *(str(place / "load"), str(port), str(shape.connections), str(requests), str(file)),
-            *([str(shape.mean_us)] if shape.mean_us else []),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [
+        place / "load",
+        port,
+        shape.connections,
+        requests,
+        file,
+        *([shape.mean_us] if shape.mean_us else []),
+    ]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
     seen = json.loads(done.stdout)
@@ -136,7 +134,7 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
     if gateway in SLOW:
         shape = replace(shape, connections=min(shape.connections, SLOW_CONNECTIONS))
     requests = max(shape.connections, int(shape.requests * scale))
-    log, is_ours = place / f"{gateway.replace('/', '_')}.log", gateway.partition("-")[0] == "penstock"
+    log, is_ours = place / f"{gateway.replace('/', '_')}.log", gateway == "penstock"
     if is_ours:
         script = str(HERE / "stand_in_worker.py")
         behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
@@ -219,88 +217,32 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
     return results
 
 
-def run_features(shapes: list[Shape], rounds: int) -> Results:
-    """All variants of ours stand side by side, and short bursts go to one after the other: what differs is
-    small beside a machine's moods.
-    """
-    results: Results = {name: {} for name in FEATURE_VARIANTS}
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
-        place = Path(name)
-        build(place)
-        for shape in shapes:
-            with ExitStack() as stack:
-                running = {name: start_variant(name, shape, place, stack) for name in results}
-                for port, process in running.values():
-                    wait_answers(place, port, process)
-                    load(place, port, replace(shape, chunks=min(shape.chunks, WARM_CHUNKS)), shape.requests)
-                for number in range(rounds):
-                    first = number % len(running)
-                    for variant in (*FEATURE_VARIANTS[first:], *FEATURE_VARIANTS[:first]):
-                        port, process = running[variant]
-                        before = process.cpu_exact_s()
-                        seen = load(place, port, shape, shape.requests)
-                        found = {
-                            "cpu_s_per_1000": (process.cpu_exact_s() - before) / shape.requests * 1000,
-                            "events_per_request": seen["events"] / shape.requests,
-                            "rss_mb": process.rss_mb(),
-                            **seen,
-                        }
-                        results[variant].setdefault(shape.name, []).append(found)
-                    print(f"{shape.name}: round {number + 1} of {rounds}", file=sys.stderr)
-    return results
-
-
-def start_variant(variant: str, shape: Shape, place: Path, stack: ExitStack) -> tuple[int, Process]:
-    """One of ours with its own worker, to be ended with the stack; its port."""
-    port, worker = free_port(), str(place / f"{variant}-{shape.name}.sock")
-    script, log = str(HERE / "stand_in_worker.py"), place / f"{variant}.log"
-    behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
-    stack.callback(behind.end)
-    where = Place(port=port, upstream=0, worker=worker, venv=place, directory=place, key=KEY)
-    state = str(place / f"state-{port}")
-    process = Process(*command_of(variant, where), log=log, PENSTOCK_STATE_DIR=state)
-    stack.callback(process.end)
-    return port, process
-
-
-def show(results: Results, *, features: bool) -> None:
+def show(results: Results) -> None:
     """The tables, in Markdown."""
-    for table in (feature_table,) if features else (peer_table, goal_table):
-        print("\n" + "\n".join(table(results)))
+    print(f"\n{peer_table(results)}\n\n{ratio_table(results)}")
 
 
 def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --features {FEATURE_ROUNDS}")
-    parser.add_argument(
-        "--only", default=PEERS, help="gateways; penstock-ledger+access is ours without these"
-    )
+    parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
+    parser.add_argument("--only", default=PEERS, help="gateways")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
-    parser.add_argument("--features", action="store_true", help="ours, with features off one at a time")
     parser.add_argument("--peers", type=Path, default=Path("bench/out/relay-peers"))
     parser.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--quick", action="store_true", help="a fifth of the requests; one round unless --rounds says more"
-    )
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
     args = parser.parse_args()
     if args.show:
-        reported = json.loads(args.show.read_text())
-        show(reported["results"], features="penstock-bare" in reported["results"])
+        show(json.loads(args.show.read_text())["results"])
         return
-    gateways = list(FEATURE_VARIANTS) if args.features else [name for name in args.only.split(",") if name]
-    known = FEATURE_SHAPES if args.features else SHAPES
-    shapes = [shape for shape in known if shape.name in args.shapes.split(",")]
+    gateways = [name for name in args.only.split(",") if name]
+    shapes = [shape for shape in SHAPES if shape.name in args.shapes.split(",")]
     started = time.monotonic()
-    if args.features:
-        results = run_features(shapes, 2 if args.quick else args.rounds or FEATURE_ROUNDS)
-    else:
-        results = run(gateways, shapes, args)
-    show(results, features=args.features)
+    results = run(gateways, shapes, args)
+    show(results)
     print(f"\n{time.monotonic() - started:.0f} s in all")
-    if args.json:
-        versions = versions_of(gateways, args.peers.absolute())
-        write_result(args.json, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
+    versions = versions_of(gateways, args.peers.absolute())
+    write_result(args.json, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
 
 
 if __name__ == "__main__":

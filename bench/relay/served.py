@@ -7,7 +7,6 @@ alone against an endpoint that computes nothing (to show how far it is from bein
 to bench/out/; the last lines are the summary.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,17 +17,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness import REPOSITORY
-from bench.process import Served
+from bench.harness import REPOSITORY, command_line, table
+from bench.process import SERVE, Served
 from penstock import rng
 
 OUT = REPOSITORY / "bench" / "out"
 STOP_TIMEOUT_S = 60
-PENSTOCK = (sys.executable, "-m", "penstock")
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 @contextlib.contextmanager
@@ -46,78 +40,56 @@ def scripted() -> Iterator[str]:
 
 def measure(url: str, key: str, path: Path, flags: list[str]) -> dict:
     """One `penstock bench`; its progress bar shows, its tables are replaced by our summary."""
-    command = [*PENSTOCK, "bench", "--url", url, "--json", str(path), *flags]
-    done = subprocess.run(
-        command, check=False, stdout=subprocess.DEVNULL, env={**os.environ, "PENSTOCK_API_KEY": key}
-    )
+    command = [sys.executable, "-m", "penstock", "bench", "--url", url, "--json", str(path), *flags]
+    environment = {**os.environ, "PENSTOCK_API_KEY": key}
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=environment)
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(path.read_text())
 
 
-def summary(ready_s: float, report: dict, client: dict) -> None:
-    """Tables for people."""
-    table = Table(title=f"{report['model']}, ready after {ready_s:.1f} s", title_justify="left")
-    table.add_column("load")
-    for name in ("output tok/s", "req/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed"):
-        table.add_column(name, justify="right")
-    for level in report["levels"]:
-        ttft, tpot = level["ttft_ms"], level["tpot_ms"]
-        table.add_row(
-            level["name"],
-            f"{level['output_tokens_per_s']:,.1f}",
-            f"{level['requests_per_s']:.2f}",
-            f"{ttft['p50']:.1f}",
-            f"{ttft['p99']:.1f}",
-            f"{tpot['p50']:.2f}",
-            f"{tpot['p99']:.2f}",
-            str(level["requests_failed"]),
+def summary(ready_s: float, report: dict, client: dict) -> str:
+    """For people."""
+    names = ("output tok/s", "req/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed")
+    rows = [
+        (
+            level["name"], f"{level['output_tokens_per_s']:,.1f}", f"{level['requests_per_s']:.2f}",
+            *(f"{level[time][at]:.2f}" for time in ("ttft_ms", "tpot_ms") for at in ("p50", "p99")),
+            level["requests_failed"],
         )
-    console.print(table)
-    alone = client["levels"][0]["output_tokens_per_s"]
+        for level in report["levels"]
+    ]  # fmt: skip
+    alone, env = client["levels"][0]["output_tokens_per_s"], report["environment"]
     busiest = max(level["output_tokens_per_s"] for level in report["levels"])
-    console.print(
+    return (
+        f"{report['model']}, ready after {ready_s:.1f} s\n{table(('load', *names), rows)}\n"
         f"The load generator alone reaches {alone:,.0f} tok/s at {client['levels'][0]['name']}: "
-        f"{alone / max(busiest, 1e-9):,.0f} times what was measured here."
-    )
-    env = report["environment"]
-    console.print(
-        f"{env['cpu']}, {env['cpus_usable']} cores, Python {env['python']}, penstock {env['penstock']}",
-        style="dim",
+        f"{alone / max(busiest, 1e-9):,.0f} times what was measured here.\n"
+        f"{env['cpu']}, {env['cpus_usable']} cores, Python {env['python']}, penstock {env['penstock']}"
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure `penstock serve`.")
-    parser.add_argument(
-        "serve", nargs="*", help="arguments of `penstock serve`, after -- (default: the demo model)"
-    )
+    parser = command_line(__doc__)
+    parser.add_argument("serve", nargs="*", help="arguments of `penstock serve`, after --")
     parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--duration", default="8", help="seconds per level (default: 8)")
+    parser.add_argument("--duration", default="8", help="seconds per level")
     parser.add_argument("--requests", help="per level, instead of --duration")
     parser.add_argument("--seed", default="1")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = args.json or OUT / time.strftime("serve-%Y%m%d-%H%M%S.json")
     flags = ["--concurrency", args.concurrency, "--seed", args.seed]
     flags += ["--requests", args.requests] if args.requests else ["--duration", args.duration]
     key, place = rng.fresh_token(), OUT / "serve"
-    command = (
-        *PENSTOCK,
-        "serve",
-        "--log-level",
-        "warning",
-        *args.serve,
-    )  # No access log of what is measured.
+    command = (*SERVE, "--log-level", "warning", *args.serve)  # No access log of what is measured.
     with Served(place, "", command=command, cwd=Path.cwd(), PENSTOCK_API_KEY=key) as served:
         url = f"http://127.0.0.1:{served.port}/v1"
-        report = measure(url, key, OUT / f"serve-{stamp}.json", flags)
+        report = measure(url, key, path, flags)
     with scripted() as url:
         alone = ["--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed]
-        client = measure(url, "", OUT / f"client-{stamp}.json", alone)
-    console.print()
-    summary(served.ready_s, report, client)
-    console.print(f"JSON: {OUT}/*-{stamp}.json", style="dim")
+        client = measure(url, "", OUT / "client.json", alone)
+    print(f"\n{summary(served.ready_s, report, client)}\nJSON: {path}")
     return 0
 
 

@@ -15,6 +15,7 @@ that never end memory grows.) The gateway has every feature on (bench/relay/gate
 for half an hour.
 """
 
+import contextlib
 import json
 import re
 import statistics
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.harness import command_line, write_result
@@ -42,26 +44,26 @@ GROWTH_MB = 5.0
 whims."""
 
 
-class Watch:
+Sample = tuple[float, float, float]
+"""Seconds since the beginning, resident MB, CPU-seconds."""
+
+
+@contextlib.contextmanager
+def watched(process: Process) -> Iterator[list[Sample]]:
     """Memory and CPU of a process, once a second."""
+    ended, began_s, samples = threading.Event(), time.monotonic(), list[Sample]()
 
-    def __init__(self, process: Process) -> None:
-        self._process, self._stop = process, threading.Event()
-        self._began_s = time.monotonic()
-        self.samples: list[tuple[float, float, float]] = []
-        """(seconds since the beginning, resident MB, CPU-seconds)"""
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+    def run() -> None:
+        while not ended.wait(1.0):
+            samples.append((time.monotonic() - began_s, process.rss_mb(), process.cpu_s()))
 
-    def _run(self) -> None:
-        while not self._stop.wait(1.0):
-            at_s = time.monotonic() - self._began_s
-            self.samples.append((at_s, self._process.rss_mb(), self._process.cpu_s()))
-
-    def stop(self) -> None:
-        """No more samples."""
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
 
 
 def write_steps(path: Path, model: str) -> None:
@@ -96,42 +98,36 @@ def stream(place: Path, port: int, shape: Shape, seconds: float) -> list[dict[st
     return lines
 
 
-def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
-    """The summary of a run. Memory and the share of a core count from when the streams have begun."""
+def summary(lines: list[dict[str, float]], samples: list[Sample], settle_s: float) -> dict[str, object]:
+    """Of a run. Memory and the share of a core count from when the streams have begun."""
     *minutes, seen = lines
     if not seen["tokens_timed"]:
         sys.exit(f"not every stream began within the time: a longer --settle may do; {seen}")
-    steady = [sample for sample in watch.samples if settle_s <= sample[0]] or watch.samples
+    steady = [sample for sample in samples if settle_s <= sample[0]] or samples
     tenth = max(1, len(steady) // 10)
     first, last = (statistics.median(mb for _, mb, _ in part) for part in (steady[:tenth], steady[-tenth:]))
-    cpu_s = watch.samples[-1][2] - watch.samples[0][2]
-    result: dict[str, object] = {
+    worst, p99_ms = max(mb for _, mb, _ in samples), seen["added_p99_us"] / 1000
+    spent_s, share = samples[-1][2] - samples[0][2], steady[-1][2] - steady[0][2]
+    return {
+        **{name: int(seen[name]) for name in ("events", "requests", "errors", "tokens_timed")},
         "seconds": round(seen["seconds"], 1),
-        "chunks": int(seen["events"]),
-        "requests_ended": int(seen["requests"]),
-        "errors": int(seen["errors"]),
-        "tokens_timed": int(seen["tokens_timed"]),
         **{f"added_{key}_ms": seen[f"added_{key}_us"] / 1000 for key in ("p50", "p99", "worst")},
-        "cpu_us_per_chunk": round(cpu_s / seen["events"] * 1e6, 1),
-        "cpu_share_of_a_core": round(
-            (steady[-1][2] - steady[0][2]) / max(1.0, steady[-1][0] - steady[0][0]), 3
-        ),
-        "rss_mb_when_begun": round(first, 1),
-        "rss_mb_at_the_end": round(last, 1),
-        "rss_mb_worst": round(max(mb for _, mb, _ in watch.samples), 1),
-    }
-    result["goals"] = {
-        "errors 0": result["errors"] == 0,
-        f"added p99 < {ADDED_P99_MS:.0f} ms": seen["added_p99_us"] / 1000 < ADDED_P99_MS,
-        f"memory < {RSS_MB:.0f} MB": max(mb for _, mb, _ in watch.samples) < RSS_MB,
-        f"memory flat (within {GROWTH_MB:.0f} MB)": last - first < GROWTH_MB,
-    }
-    result["by_minute"] = minutes
-    result["over_time"] = [
-        {"at_s": round(at_s), "rss_mb": round(mb, 1), "cpu_s": round(cpu, 2)}
-        for at_s, mb, cpu in watch.samples[:: max(1, len(watch.samples) // 120)]
-    ]
-    return result
+        "cpu_us_per_chunk": round(spent_s / seen["events"] * 1e6, 1),
+        "cpu_share_of_a_core": round(share / max(1.0, steady[-1][0] - steady[0][0]), 3),
+        "rss_mb_when_begun": round(first, 1), "rss_mb_at_the_end": round(last, 1),
+        "rss_mb_worst": round(worst, 1),
+        "goals": {
+            "errors 0": not seen["errors"],
+            f"added p99 < {ADDED_P99_MS:.0f} ms": p99_ms < ADDED_P99_MS,
+            f"memory < {RSS_MB:.0f} MB": worst < RSS_MB,
+            f"memory flat (within {GROWTH_MB:.0f} MB)": last - first < GROWTH_MB,
+        },
+        "by_minute": minutes,
+        "over_time": [
+            {"at_s": round(at_s), "rss_mb": round(mb, 1), "cpu_s": round(cpu, 2)}
+            for at_s, mb, cpu in samples[:: max(1, len(samples) // 120)]
+        ],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -143,7 +139,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=40, help="batches that step one after the other")
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
-    parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
     args = parser.parse_args()
     period_us = args.period_ms * 1000
     with tempfile.TemporaryDirectory(prefix="streams-") as name:
@@ -157,7 +152,7 @@ def main() -> None:
         )  # fmt: skip
         time.sleep(0.5)
         gateway = Process(
-            sys.executable, str(HERE / "gateway.py"), socket, str(port), args.features, log=place / "g",
+            sys.executable, str(HERE / "gateway.py"), socket, str(port), log=place / "g",
             PENSTOCK_STATE_DIR=str(place / "state"),
         )  # fmt: skip
         try:
@@ -165,24 +160,15 @@ def main() -> None:
             seconds = args.seconds + args.settle
             rounds = 2 + 2 * seconds * 1000 // args.period_ms // args.answer_tokens  # More than can end.
             shape = Shape("streams", args.streams, args.streams * rounds, args.answer_tokens, period_us)
-            watch = Watch(gateway)
-            try:
+            with watched(gateway) as samples:
                 lines = stream(place, port, shape, seconds)
-            finally:
-                watch.stop()
         finally:
             gateway.end()
             worker.end()
-    asked = {
-        "streams": args.streams,
-        "workers": args.workers,
-        "period_ms": args.period_ms,
-        "answer_tokens": args.answer_tokens,
-    }
-    result = asked | summary(lines, watch, args.settle)
+    names = ("streams", "workers", "period_ms", "answer_tokens")
+    result = {name: vars(args)[name] for name in names} | summary(lines, samples, args.settle)
     print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))
-    if args.json:
-        write_result(args.json, result)
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

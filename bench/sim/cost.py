@@ -14,13 +14,13 @@ are the difference, so that what starting costs is not in them.
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-from bench.harness import command_line, write_result
+from bench.harness import command_line, in_turns, ratio, table, write_result
 
 CHILD = '''
 import cProfile, io, json, pstats, sys, time
@@ -39,28 +39,22 @@ def calls(seconds):
     asked = profile.runcall(play, seconds)
     found = {}
     for (file, _, _), (_, count, _, _, callers) in pstats.Stats(profile).stats.items():
-        if "/penstock/" in file:
-            part = file.rpartition("/penstock/")[2].split("/")[0]
-            found[part] = found.get(part, 0) + count
-        else:
-            for (caller, _, _), (times, *_) in callers.items():
-                if "/penstock/" in caller:
-                    part = caller.rpartition("/penstock/")[2].split("/")[0]
-                    found[part] = found.get(part, 0) + times
+        counted = [(file, count)] if "/penstock/" in file else [(at, n[0]) for (at, *_), n in callers.items()]
+        for at, times in counted:
+            if "/penstock/" in at:
+                part = at.rpartition("/penstock/")[2].split("/")[0]
+                found[part] = found.get(part, 0) + times
     return int(asked.replace(",", "")), found
 mode, first, last = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 play(first)
 if mode == "calls":
     print(json.dumps([calls(first), calls(last)]))
-elif mode == "cpu":
+else:
     times = [time.process_time()]
-    for seconds in (first, last):
+    for seconds in (first, last) if mode == "cpu" else (last,):
         play(seconds)
         times.append(time.process_time())
-    print(json.dumps((times[2] - times[1]) - (times[1] - times[0])))
-else:
-    play(last)
-    print(json.dumps(0))
+    print(json.dumps((times[-1] - times[-2]) - (times[1] - times[0])))
 '''  # fmt: skip
 
 
@@ -81,16 +75,17 @@ def calls(tree: Path, first: float, last: float) -> tuple[int, dict[str, int]]:
 
 
 def instructions(tree: Path, first: float, last: float) -> int:
+    tool = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
     counted: list[int] = []
     for until in (first, last):
-        done = child(
-            tree, "once", first, until, "valgrind", "--tool=cachegrind", "--cache-sim=no",
-            "--cachegrind-out-file=/dev/null",
-        )  # fmt: skip
-        found = re.search(r"I +refs: +([\d,]+)", done.stderr)
-        assert found, done.stderr[-500:]
+        found = re.search(r"I +refs: +([\d,]+)", child(tree, "once", first, until, *tool).stderr)
+        assert found, "valgrind says how many"
         counted.append(int(found[1].replace(",", "")))
     return counted[1] - counted[0]
+
+
+def cpu_s(tree: Path, first: float, last: float) -> float:
+    return float(child(tree, "cpu", first, last).stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -100,31 +95,21 @@ def main() -> None:
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes for each tree")
     parser.add_argument("--tree", nargs="*", type=Path, default=[Path()], help="the last is held against")
     args = parser.parse_args()
-    first, last = args.seconds / 10, args.seconds
-    reported: list[dict[str, object]] = []
+    span = args.seconds / 10, args.seconds
+    reported: dict[str, dict[str, object]] = {}
     for index, tree in enumerate(args.tree):
-        requests, found = calls(tree, first, last)
-        reported.append(
-            {"tree": index, "requests": requests, "calls": sum(found.values()), "by_package": found}
-        )
-        print(f"tree {index}: {requests} requests, {sum(found.values()):,} calls: {found}", flush=True)
+        requests, found = calls(tree, *span)
+        each: dict[str, object] = {"requests": requests, "calls": sum(found.values()), "by_package": found}
         if args.instructions:
-            reported[-1]["instructions"] = count = instructions(tree, first, last)
-            print(f"tree {index}: {count:,} instructions", flush=True)
-    rounds: list[list[float]] = []
-    for number in range(args.rounds):
-        row = [0.0 for _ in args.tree]
-        for i in range(len(row)):
-            index = (i + number) % len(row)
-            row[index] = float(child(args.tree[index], "cpu", first, last).stdout.splitlines()[-1])
-        rounds.append(row)
-        print(f"round {number}: CPU {', '.join(f'{each:.2f}' for each in row)} s", flush=True)
-    ratios = [[row[i] / row[-1] for row in rounds] for i in range(len(args.tree))]
-    for index, each in enumerate(ratios):
-        if each:
-            print(f"tree {index}: CPU {statistics.median(each):.3f} ({min(each):.2f} to {max(each):.2f})")
-    settings = {**vars(args), "tree": len(args.tree), "json": ""}
-    write_result(args.json, {"settings": settings, "trees": reported, "cpu_s": rounds})
+            each["instructions"] = instructions(tree, *span)
+        reported[f"tree {index}"] = each
+        print(f"tree {index}: {each}", flush=True)
+    kinds = {f"tree {index}": partial(cpu_s, tree, *span) for index, tree in enumerate(args.tree)}
+    rounds = in_turns(args.rounds, kinds, warm_up=False)
+    last = rounds[f"tree {len(args.tree) - 1}"]
+    if args.rounds:
+        print(table(("", "CPU over the last"), [(name, ratio(each, last)) for name, each in rounds.items()]))
+    write_result(args.json, {"seconds": args.seconds, "trees": reported, "cpu_s": rounds})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
+from penstock.gateway.http.begun import Begun
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
@@ -146,7 +147,7 @@ class Gateway:
         self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
         self._cells = cells_of(config, self._services, registry, limits, self.finished)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
-        self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
+        self._log_is_due, self._hurried, self._begun = False, asyncio.Event(), Begun()
 
     def _lead_rollouts(self, leadership: Leadership | None) -> RolloutLeader:
         models = self._services.models
@@ -264,17 +265,18 @@ class Gateway:
         services.wakes.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
-        begun = set(self._tasks)  # Those that come later are refused, and could come for ever.
-        await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
+        tasks = self._begun.tasks
+        begun = set(tasks)  # Those that come later are refused, and could come for ever.
+        await self._until(lambda: not (self._dispatcher or begun & tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         services.trials.close()
         await self._responses.close()
         await self._ensembles.close()
         await self._cells.stop()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
-        for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
+        for task in [*tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._fair.close()
         if self._peers is not None:
             self._peers.close()
@@ -316,7 +318,7 @@ class Gateway:
         return isinstance(seen, _Entered) and seen.table is self.tenancy.table
 
     def handle(self, exchange: Exchange) -> None:
-        """Start answering. One task per request; none per token."""
+        """Start answering. One task for a request that has to wait; none per token."""
         exchange.id = self._ids.take("req")
         if self._traces.exports or b"traceparent" in exchange.head.headers:
             self._traces.begin(exchange)
@@ -333,8 +335,9 @@ class Gateway:
             except PenstockError as error:
                 exchange.respond(error_response(error))
                 return
-        task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
-        self._tasks.add(task)
+        begins = caller is not None and handler in self._routes.at_once
+        start = self._begun.begin if begins else self._begun.follow
+        start(self._run(handler, exchange, caller))
 
     def finished(self, exchange: Exchange) -> None:
         """Count and log an exchange that is over."""
@@ -385,8 +388,6 @@ class Gateway:
             self._failed(exchange, error)
         finally:
             exchange.forget_request()
-            if (task := asyncio.current_task()) is not None:
-                self._tasks.discard(task)  # Here and not as a callback, which would be a turn of its own.
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
         exchange.error = error

@@ -57,7 +57,6 @@ class QuantileWindow:
             self._ring[self._next] = amount
             self._next = (self._next + 1) % self._size
         insort(self._sorted, amount)
-        assert len(self._sorted) == self.count, "both hold the same amounts"
 
     def quantile(self, share: float) -> int:
         """The smallest amount that at least `share` of the window does not exceed (nearest rank).
@@ -121,24 +120,21 @@ class OutputLengths:
         """An answer ended after `num_tokens`, whatever ended it: what was used is what the next one is likely
         to use.
         """
-        length = min(num_tokens, AMOUNT_MAX)
-        self._window(tenant, model).add(length)
-        self._window(_EVERYBODY, model).add(length)
+        length, windows = min(num_tokens, AMOUNT_MAX), self._windows
+        for key in ((tenant, model), (_EVERYBODY, model)):
+            # Moved to the end of the line of those that make room.
+            windows[key] = window = windows.pop(key, None) or self._window()
+            window.add(length)
 
     def __len__(self) -> int:
         """Pairs that are remembered, those of all tenants together included."""
         return len(self._windows)
 
-    def _window(self, tenant: TenantId, model: str) -> QuantileWindow:
-        """The window of a pair, moved to the end of the line of those that make room."""
-        key = (tenant, model)
-        window = self._windows.pop(key, None)
-        if window is None:
-            window = QuantileWindow(self._config.output_window)
-            while len(self._windows) >= self._config.output_windows_max:
-                del self._windows[next(iter(self._windows))]
-        self._windows[key] = window
-        return window
+    def _window(self) -> QuantileWindow:
+        """A new pair's, for which there is room now."""
+        while len(self._windows) >= self._config.output_windows_max:
+            del self._windows[next(iter(self._windows))]
+        return QuantileWindow(self._config.output_window)
 
 
 # How fast workers are, by kind, learned from what their requests did: the rates that a placement reckons

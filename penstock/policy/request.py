@@ -222,7 +222,13 @@ class Request(Work):
             if event is Event.DISPATCH:
                 self.dispatched_ns = now_ns
             self.attempts += Step.START in actions
-            self._stamp(state, now_ns)
+            if state is State.QUEUED:
+                self.entered_ns = now_ns
+            elif state is State.STREAMING:
+                if self.first_output_ns < 0:
+                    self.first_output_ns = now_ns
+            elif state is State.ENDED:
+                self.ended_ns = now_ns
         return actions
 
     def stream_ended(self, choice: int, usage: Usage) -> None:
@@ -329,15 +335,6 @@ class Request(Work):
             origin_id=facts.origin_id,
         )
 
-    def _stamp(self, state: State, now_ns: int) -> None:
-        if state is State.QUEUED:
-            self.entered_ns = now_ns
-        elif state is State.STREAMING:
-            if self.first_output_ns < 0:
-                self.first_output_ns = now_ns
-        elif state is State.ENDED:
-            self.ended_ns = now_ns
-
 
 def request_of(
     facts: RequestFacts, now_ns: int, model_queue: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
@@ -388,7 +385,8 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
     work.start_by_ns = verdict.start_by_ns
     work.num_bytes = facts.num_bytes
     work.streams = facts.choices
-    work.blocks = -(-_held(facts, computed) // BLOCK_TOKENS) + facts.choices
+    held = _held(facts, computed) if facts.held_tokens else computed
+    work.blocks = -(-held // BLOCK_TOKENS) + facts.choices
     work.prompt_tokens, work.cached_tokens, work.output_tokens = computed, facts.cached_tokens, expected
     work.context_tokens = facts.context_tokens
     work.keys, work.session = facts.keys, facts.session
@@ -399,7 +397,8 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
 def charge(request: Request, output_tokens: int) -> None:
     """Its tenant's fair share pays for the prompt and so much of the answer."""
     prompt, cached = request.facts.prompt_tokens, request.counted_cached_tokens
-    request.model_queue.queue.charge(request, cost(prompt - cached, cached, output_tokens))
+    tenths = cost(prompt - cached, cached, output_tokens)
+    request.model_queue.queue.bands[request.level].charge(request, tenths)
 
 
 def charge_matched(request: Request) -> None:

@@ -63,8 +63,10 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     _check_generation(request, limits)
     check_messages(request.messages)
     check_tools(request.tools)
-    _check_chat_logprobs(request)
-    _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    if request.top_logprobs is not None:
+        _check_chat_logprobs(request, request.top_logprobs)
+    if request.chat_template_kwargs is not None:
+        _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
 
 
@@ -72,12 +74,12 @@ def is_plain(request: GenerationRequest) -> bool:
     """Whether it is a chat that asks for any text as the answer to text, by parameters that many requests
     have, as nearly all do. It has no needs (`needs.rare_needs`), no required form, and no media.
     """
-    return (
-        type(request) is ChatRequest
-        and request.tools is None is request.tool_choice
-        and request.response_format is None
-        and not any(isinstance(message.content, list) for message in request.messages)
-    )
+    if type(request) is not ChatRequest or request.response_format is not None:
+        return False
+    for message in request.messages:
+        if isinstance(message.content, list):
+            return False
+    return request.tools is None is request.tool_choice
 
 
 def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
@@ -160,7 +162,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             "array_above_max_length",
         )
     for i, message in enumerate(messages):
-        _check_message(message, f"messages[{i}]")
+        if type(message.content) is not str or message.role == "tool" or message.tool_calls is not None:
+            _check_message(message, f"messages[{i}]")
 
 
 def check_tools(tools: Sequence[ToolSpec] | None) -> None:
@@ -241,8 +244,10 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
         _check_prompt_logprobs(request)
         for name in ("structured_outputs", "guided_json"):
             _check_depth(getattr(request, name), name)
-    _check_logit_bias(request.logit_bias)
-    _check_stop(request.stop)
+    if request.logit_bias:
+        _check_logit_bias(request.logit_bias)
+    if request.stop is not None:
+        _check_stop(request.stop)
     if request.stop_token_ids is not None and len(request.stop_token_ids) > STOP_TOKEN_IDS_MAX:
         _refuse(
             f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {STOP_TOKEN_IDS_MAX} are "
@@ -277,9 +282,7 @@ def _check_stream_options(options: StreamOptions, *, streams: bool) -> None:
         )
 
 
-def _check_logit_bias(bias: dict[str, float] | None) -> None:
-    if not bias:
-        return
+def _check_logit_bias(bias: dict[str, float]) -> None:
     if len(bias) > LOGIT_BIAS_MAX:
         _refuse(
             f"'logit_bias' has {len(bias)} entries; at most {LOGIT_BIAS_MAX} are allowed.",
@@ -293,9 +296,7 @@ def _check_logit_bias(bias: dict[str, float] | None) -> None:
         )
 
 
-def _check_stop(stop: str | list[str] | None) -> None:
-    if stop is None:
-        return
+def _check_stop(stop: str | list[str]) -> None:
     strings = [stop] if isinstance(stop, str) else stop
     if len(strings) > STOP_MAX:
         _refuse(
@@ -310,13 +311,11 @@ def _check_stop(stop: str | list[str] | None) -> None:
             _refuse(f"A stop string may have at most {STOP_CHARS_MAX} characters.", "stop")
 
 
-def _check_chat_logprobs(request: ChatRequest) -> None:
-    if request.top_logprobs is None:
-        return
+def _check_chat_logprobs(request: ChatRequest, num_top: int) -> None:
     if not request.logprobs:
         _refuse("'logprobs' must be true when 'top_logprobs' is given.", "top_logprobs")
-    if request.top_logprobs > TOP_LOGPROBS_MAX:
-        _too_big("top_logprobs", TOP_LOGPROBS_MAX, request.top_logprobs)
+    if num_top > TOP_LOGPROBS_MAX:
+        _too_big("top_logprobs", TOP_LOGPROBS_MAX, num_top)
 
 
 def _check_depth(value: object, where: str) -> None:

@@ -167,7 +167,7 @@ RareCompletionRequest = _with_rare(CompletionRequest, COMPLETION)
 class Checker:
     """Looks at those parameters of one endpoint that are not simply honoured."""
 
-    __slots__ = ("_read", "_watched")
+    __slots__ = ("_nothing", "_read", "_watched")
 
     def __init__(
         self, shape: type[msgspec.Struct], names: Iterable[str], parameters: Iterable[Parameter]
@@ -183,6 +183,7 @@ class Checker:
         assert {each.name for each in found} <= set(shape.__struct_fields__), "the shape has them all"
         self._watched: Sequence[Parameter] = found
         self._read = attrgetter(*(each.name for each in found))
+        self._nothing = (None,) * len(found)
 
     def check(self, request: msgspec.Struct) -> list[Need]:
         """The needs of the request.
@@ -192,6 +193,8 @@ class Checker:
         """
         values: tuple[Any, ...] = self._read(request)
         needs: list[Need] = []
+        if values == self._nothing:
+            return needs
         for parameter, value in zip(self._watched, values, strict=True):
             if value is None or any(_is_same(value, each) for each in parameter.neutral):
                 continue

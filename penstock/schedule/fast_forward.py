@@ -1,5 +1,5 @@
 """Many steps in one call, where every step would be the same: all rows decode, and no request comes or leaves
-but in the last.
+but in the last. And the rows that decode beside other work in one step, counted and not listed one by one.
 
 For who drives the scheduler on virtual time (sim/world/worker.py): what they leave behind is what so many
 calls of `schedule` and `apply` would have left, except for which free block went to whom. As many blocks are
@@ -8,19 +8,97 @@ tests/sim/test_fast_forward.py holds both ways side by side.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from penstock.kv.cache.block_pool import Epoch
+from penstock.kv.cache.host_tier import NO_COPIES, Copies
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch, Counters
+from penstock.schedule.plan import RequestOutput
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import PrefillBudget, decoding_learned
 from penstock.schedule.request import Request, Status
+from penstock.schedule.step import Flight, StepBuilder
 from penstock.schedule.step_time import StepLoad
 from penstock.types import BLOCK_TOKENS
 
 Draw = Callable[[Sequence[Request], int], Sequence["array[int]"]]
 """The next so many tokens of each of these requests; only the last of a request may stop it."""
 _RUNNING = Status.RUNNING
+
+
+class StepTogether(StepBuilder):
+    """A step whose rows that decode are only counted, unless there is nothing else in it."""
+
+    __slots__ = ("_beside",)
+
+    def __init__(self, step_tokens: int, scored_tokens: int) -> None:
+        super().__init__(step_tokens, scored_tokens)
+        self._beside: list[Request] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """See `StepBuilder`."""
+        return not self._beside and super().is_empty
+
+    @property
+    def num_decoding(self) -> int:
+        """See `StepBuilder`."""
+        return len(self._beside)
+
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """See `StepBuilder`."""
+        return self._beside
+
+    def rows(self) -> Iterator[int]:
+        """See `StepBuilder`."""
+        yield from [request.row for request in self._beside]
+        yield from super().rows()
+
+    def load(self) -> StepLoad:
+        """See `StepBuilder`."""
+        num_sequences = len(self._beside) + len(self._work)
+        return StepLoad(self._num_tokens, num_sequences, self._kv_read, self._pairs)
+
+    def add_decoding(self, request: Request, blocks: tuple[int, ...]) -> None:
+        """See `StepBuilder`: who drives on virtual time tells no runner of blocks."""
+        del blocks
+        self.add_all_decoding([request])
+
+    def add_all_decoding(self, requests: list[Request]) -> None:
+        """See `StepBuilder`."""
+        count = len(requests)
+        assert not self._work, "rows that decode come first"
+        self.budget -= count
+        assert self.budget >= 0, "over the token budget"
+        self._beside += requests
+        self._num_tokens += count
+        self._kv_read += sum([request.num_planned for request in requests]) + count
+
+    def drop(self, request: Request) -> None:
+        """See `StepBuilder`."""
+        for index, each in enumerate(self._beside):
+            if each is request:
+                self.budget += 1
+                self._count(request.num_planned, 1, -1)
+                del self._beside[index]
+                return
+        super().drop(request)
+
+    def build(
+        self, step: int, freed_rows: tuple[int, ...], epoch: Epoch, copies: Copies = NO_COPIES
+    ) -> Flight:
+        """See `StepBuilder`."""
+        flight = super().build(step, freed_rows, epoch, copies)
+        flight.beside = tuple(self._beside)
+        if not self._work:
+            flight.list_beside()
+        return flight
+
+
+Ended = Callable[[Request, int, int], RequestOutput]
+"""The end of a request by its last token, at a time."""
 
 
 class DecodeFastForward:
@@ -90,6 +168,24 @@ class DecodeFastForward:
         self._observe(step, times_ns, kv_read)
         self._counters.generated_tokens += count * len(running)
         return ended
+
+    def take(
+        self, rows: Sequence[Request], now_ns: int, draw: Draw, ended: Ended, outputs: list[RequestOutput]
+    ) -> None:
+        """A step is over in which these rows decoded beside other work: one token more for each."""
+        for request, update in zip(rows, draw(rows, 1), strict=True):
+            assert request.status is _RUNNING, "on virtual time nothing ends while a step runs"
+            tokens = request.tokens
+            request.num_planned = request.num_computed = computed = request.num_planned + 1
+            request.num_steps += 1
+            if request.first_token_ns is None:  # The last token of its prompt was left.
+                if computed == request.num_prompt:
+                    self._manager.publish_computed(request.table, tokens, computed)
+                request.first_token_ns = now_ns
+            tokens += update
+            if len(tokens) >= request.num_tokens_max or tokens[-1] in request.stop_token_ids:
+                outputs.append(ended(request, tokens[-1], now_ns))
+        self._counters.generated_tokens += len(rows)
 
     def _give_blocks(self, begins: Sequence[tuple[Request, int]], times_ns: Sequence[int]) -> None:
         """Each of these requests begins a block in one of the steps."""

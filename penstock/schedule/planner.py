@@ -120,10 +120,15 @@ class Planner:
         """Count what running requests have generated against their shares: before the order matters, not per
         token.
         """
-        for request in self._batch.running:
-            if generated := len(request.tokens) - request.num_prompt - request.num_charged:
+        drawn = [
+            (request, generated)
+            for request in self._batch.running
+            if (generated := len(request.tokens) - request.num_prompt - request.num_charged)
+        ]
+        if drawn:
+            self._queue.charge_drawn(drawn)
+            for request, generated in drawn:
                 request.num_charged += generated
-                self._queue.charge(request, generated=generated)
 
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""

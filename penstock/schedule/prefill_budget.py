@@ -135,8 +135,16 @@ class PrefillBudget:
         """Of all steps, for who compares engines."""
         self._last_ns = 0
 
-    def observe(self, plan: StepPlan, load: StepLoad, now_ns: int, drafting: Drafting | None = None) -> None:
-        """Learn from a step with this load that is over now.
+    def observe(
+        self,
+        plan: StepPlan,
+        load: StepLoad,
+        now_ns: int,
+        drafting: Drafting | None = None,
+        num_beside: int = 0,
+    ) -> None:
+        """Learn from a step with this load that is over now; `num_beside` rows decoded that the plan does not
+        list.
 
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
         The part of it that a model took for guesses has a law of its own.
@@ -148,11 +156,12 @@ class PrefillBudget:
             step_ns -= drafting.took_ns
             self.drafter_reads = drafting.reads
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
-        has_drafts = load.num_sequences > len(plan.work)
+        has_drafts = load.num_sequences > len(plan.work) + num_beside
         if self.draft_times is not None and not self.drafting.num_observed and not has_chunk:
             self._observe_drafts(self.draft_times, plan, load, step_ns)
         if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
-            if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
+            decodes = num_beside or plan.work[0].num_tokens == 1
+            if has_chunk and decodes and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
 

@@ -7,16 +7,20 @@ ClassQueue     by tenant in each class, the least served first; a class goes fir
                waited long enough
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
-from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
+from penstock.schedule.fair_share import OUTPUT_COST, PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.schedule.request import Request
 from penstock.types import RequestId
+
+Drawn = tuple[Request, int]
+"""A request and how many tokens were drawn for it."""
 
 
 class WaitingQueue(Protocol):
@@ -50,6 +54,10 @@ class WaitingQueue(Protocol):
         """Count what a request was given: prompt tokens computed, prompt tokens found cached, tokens
         drawn.
         """
+        ...
+
+    def charge_drawn(self, drawn: Sequence[Drawn]) -> None:
+        """`charge` of drawn tokens for all rows at once, which are in the order of their classes."""
         ...
 
     def served_to(self, request: Request) -> int:
@@ -132,6 +140,9 @@ class OrderedQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`. Changes nothing: the order is settled on arrival."""
+
+    def charge_drawn(self, drawn: Sequence[Drawn]) -> None:
+        """See `WaitingQueue.charge_drawn`. Changes nothing."""
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`. All are alike."""
@@ -244,6 +255,15 @@ class FairWaitingQueue:
         if self._weights:
             weight = self._weights.get(key, weight)
         counter.served += share(cost(prompt, cached, generated), weight)
+
+    def charge_drawn(self, drawn: Sequence[Drawn]) -> None:
+        """See `WaitingQueue.charge_drawn`."""
+        counters, weights = self._counters, self._weights
+        for request, generated in drawn:
+            assert generated > 0, "service is not taken back: counters only grow"
+            key, weight = request.fairness_key, request.fairness_weight
+            counter = counters.get(key) or self._counter(key)
+            counter.served += share(OUTPUT_COST * generated, weights.get(key, weight) if weights else weight)
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""
@@ -360,6 +380,14 @@ class ClassQueue:
             self._head = None
         found = self._classes.get(request.order[0]) or self._of(request)
         found.shares.charge(request, prompt=prompt, cached=cached, generated=generated)
+
+    def charge_drawn(self, drawn: Sequence[Drawn]) -> None:
+        """See `WaitingQueue.charge_drawn`."""
+        if self._count > 1:
+            self._head = None
+        for _, rows in groupby(drawn, lambda each: each[0].order[0]):
+            its = list(rows)
+            self._of(its[0][0]).shares.charge_drawn(its)
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""

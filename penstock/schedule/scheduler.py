@@ -35,7 +35,7 @@ from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch, BatchLimits, Counters, SchedulerStatistics, StepCap
 from penstock.schedule.draft_times import DraftTimes
-from penstock.schedule.fast_forward import DecodeFastForward, Draw
+from penstock.schedule.fast_forward import DecodeFastForward, Draw, StepTogether
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -43,8 +43,8 @@ from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import KVQuota
 from penstock.schedule.speculation import Speculation
-from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
-from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
+from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder, check_in_flight
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 
 _RUNNING = Status.RUNNING
 
@@ -83,6 +83,8 @@ class Scheduler:
                 self._prefill, draft_worth, self._planner.reserve.estimate
             )
         self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
+        self._draw: Draw | None = None
+        self._builder: type[StepBuilder] = StepBuilder
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
         self._submitted = 0
@@ -144,7 +146,7 @@ class Scheduler:
             return None
         host = self._manager.host
         host.tick(self._clock.now_ns())
-        step = StepBuilder(self._cap.tokens, self.limits.scored_tokens)
+        step = self._builder(self._cap.tokens, self.limits.scored_tokens)
         self._planner.plan(step, at_rest=not self._flights)
         if step.is_empty and self._flights:
             return None
@@ -190,9 +192,12 @@ class Scheduler:
             self._out_of_memory(flight, result.out_of_memory, outcome, now_ns)
             return outcome
         self._cap.step_fitted()
+        beside = flight.beside
         if flight.plan.work:
-            self._prefill.observe(flight.plan, flight.load, now_ns, result.drafting)
+            self._prefill.observe(flight.plan, flight.load, now_ns, result.drafting, len(beside))
         num_decoding, outputs = flight.num_decoding, outcome.outputs
+        if beside and self._draw is not None:
+            self._fast_forward.take(beside, now_ns, self._draw, self._ended_by, outputs)
         self._take_decoded(flight, result.sampled[:num_decoding], outputs, now_ns)
         drawn, scored = iter(result.sampled[num_decoding:]), iter(result.scored)
         others = zip(flight.requests[num_decoding:], flight.plan.work[num_decoding:], strict=True)
@@ -219,6 +224,12 @@ class Scheduler:
         assert next(scored, None) is None, "more was scored than was asked for"
         return outcome
 
+    def decode_together(self, draw: Draw | None) -> None:
+        """On virtual time: list no rows that decode beside prompts, `draw` gives their tokens. None: list."""
+        self._draw, self._builder = draw, StepBuilder if draw is None else StepTogether
+        for flight in self._flights if draw is None else ():
+            flight.list_beside(is_counted_in=True)
+
     def fast_forward_max(self, limit: int) -> int:
         """How many of the next steps, up to `limit`, only decode the rows that run, so that `fast_forward`
         may do them; see fast_forward.py.
@@ -235,7 +246,7 @@ class Scheduler:
         ended = self._fast_forward.over(self._step, times_ns, draw)
         self._step += len(times_ns) - 1
         end_ns = times_ns[-1]
-        return StepOutcome([self._ended_by(each, each.tokens[-1], None, end_ns, None) for each in ended])
+        return StepOutcome([self._ended_by(each, each.tokens[-1], end_ns) for each in ended])
 
     @property
     def running(self) -> Sequence[Request]:
@@ -313,19 +324,7 @@ class Scheduler:
             )
             assert 0 <= request.num_computed < len(request.tokens) < request.num_tokens_max
             assert request.num_planned <= len(request.table.blocks) * BLOCK_TOKENS
-            self._check_in_flight(request)
-
-    def _check_in_flight(self, request: Request) -> None:
-        """A request's expectation is the work that the plans in flight do for it."""
-        pairs = [
-            zip(each.requests, each.plan.work, strict=True) for each in self._flights if not each.is_void
-        ]
-        work = [work for flight in pairs for owner, work in flight if owner is request]
-        name = request.request_id
-        assert request.num_planned - request.num_computed == sum(each.num_tokens for each in work), name
-        assert request.num_drawing + request.num_void == sum(each.samples for each in work), name
-        assert len(request.tokens) + request.num_drawing <= request.num_tokens_max, f"{name}: planned too far"
-        assert request.num_pending > 0, f"{name}: more is planned than will be known"
+            check_in_flight(request, self._flights)
 
     # --- taking a result in -----------------------------------------------------------------------
 
@@ -437,7 +436,7 @@ class Scheduler:
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
         if len(tokens) >= request.num_tokens_max or token in request.stop_token_ids:
-            return self._ended_by(request, token, draw.logprob, now_ns, draw.forced)
+            return self._ended_by(request, token, now_ns, draw)
         output = RequestOutput(request.request_id, (token,), draw.logprob)
         if draw.forced is not None:
             self._follow(request, draw.forced, output, now_ns)
@@ -471,16 +470,17 @@ class Scheduler:
         output.finish, output.usage = last.finish, last.usage
 
     def _ended_by(
-        self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int, forced: Forced | None
+        self, request: Request, token: int, now_ns: int, draw: Sampled | None = None
     ) -> RequestOutput:
         """The end of a request by its last token, which stops it, fills it up, or completes its grammar."""
         if token in request.stop_token_ids:
             output = self._finish(request, FinishReason.STOP, now_ns)
             output.stop_token_id = token
             return output
+        forced = None if draw is None else draw.forced
         complete = forced is not None and forced.complete and not forced.token_ids
         output = self._finish(request, FinishReason.STOP if complete else FinishReason.LENGTH, now_ns)
-        output.token_ids, output.logprob = (token,), logprob
+        output.token_ids, output.logprob = (token,), None if draw is None else draw.logprob
         return output
 
     def _finish(

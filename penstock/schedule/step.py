@@ -69,6 +69,8 @@ class Flight:
     """Drafts that it may compute."""
     drafted: tuple[int, ...] = ()
     """How many it did, for each row that decodes; empty before that is known, and where it may have none."""
+    beside: tuple[Request, ...] = ()
+    """Requests that decode and that the plan does not list (`Scheduler.decode_together`)."""
 
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
@@ -86,6 +88,16 @@ class Flight:
             request.num_planned = work.num_computed + work.num_tokens
             request.num_drawing += work.samples
             request.last_used = epoch
+
+    def list_beside(self, *, is_counted_in: bool = False) -> None:
+        """Let the plan list the rows that decode after all: before `count_in`, or after it."""
+        rows = self.beside
+        listed = [RowWork(request.row, request.num_planned, 1, True) for request in rows]
+        self.plan = replace(self.plan, work=(*listed, *self.plan.work))
+        self.requests, self.beside, self.num_decoding = (*rows, *self.requests), (), len(rows)
+        for request in rows if is_counted_in else ():
+            request.num_planned += 1
+            request.num_drawing += 1
 
     def count_drafts(self, sampled: Sequence[Sampled]) -> None:
         """It is over, and so it is known for which of its drafts there was a guess."""
@@ -210,7 +222,9 @@ class StepBuilder:
         self._requests: list[Request] = []  # The requests of the work.
         self._num_decoding = 0  # How many of the first are rows that decode.
         self._num_drafts = 0  # Behind their tokens.
-        self._num_tokens = self._kv_read = self._pairs = 0  # Of all work: see `StepLoad`.
+        self._num_tokens: int = 0  # Of all work, as the next two: see `StepLoad`.
+        self._kv_read: int = 0
+        self._pairs: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -362,3 +376,14 @@ class StepBuilder:
         assert self._num_tokens >= 0 <= self._kv_read, "more is taken out than was put in"
         if num_tokens > 1:
             self._pairs += sign * chunk_pairs(num_computed, num_tokens)
+
+
+def check_in_flight(request: Request, flights: Iterable[Flight]) -> None:
+    """Assert that a request's expectation is the work that the plans in flight do for it."""
+    pairs = [zip(each.requests, each.plan.work, strict=True) for each in flights if not each.is_void]
+    work = [work for flight in pairs for owner, work in flight if owner is request]
+    name = request.request_id
+    assert request.num_planned - request.num_computed == sum(each.num_tokens for each in work), name
+    assert request.num_drawing + request.num_void == sum(each.samples for each in work), name
+    assert len(request.tokens) + request.num_drawing <= request.num_tokens_max, f"{name}: planned too far"
+    assert request.num_pending > 0, f"{name}: more is planned than will be known"

@@ -146,7 +146,7 @@ class Ledger:
             Overloaded: it cannot be written down, and `ledger.when_full` says to refuse.
         """
         if self._journal is not None:
-            self._journal.open(_bounded(record))
+            self._journal.open(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._flush_soon()
 
     def slice(self, request_id: str, make: Callable[[], Progress]) -> None:
@@ -158,7 +158,7 @@ class Ledger:
     def close(self, record: UsageRecord) -> None:
         """It is over; exactly once. That is written when this returns."""
         if self._journal is not None:
-            self._journal.close(_bounded(record))
+            self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._journal.flush()
 
     def flush(self) -> None:
@@ -219,8 +219,6 @@ class Ledger:
 
 
 def _bounded(record: UsageRecord) -> UsageRecord:
-    if len(record.user) <= USER_CHARS_MAX:
-        return record
     return replace(record, user=record.user[:USER_CHARS_MAX])
 
 

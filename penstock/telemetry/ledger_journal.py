@@ -61,10 +61,6 @@ class _Segment:
             path.unlink(missing_ok=True)
             raise
 
-    @property
-    def room(self) -> int:
-        return self.size - self.offset
-
     def write(self, data: bytes) -> None:
         """All of it, or `OSError` and nothing counts: the next write begins at the same place."""
         done = os.pwrite(self.fd, data, self.offset)
@@ -161,7 +157,7 @@ class Journal:
         live = self._live.pop(record.request_id)
         self._slices.pop(record.request_id, None)
         if self._append(to_frame(_CLOSE, encode(record))):
-            self._unpin_when_written(live.sequence)
+            self._unpins.append((self._num_appended, live.sequence))  # `_unpin_when_written`.
             self.closed += 1
         else:
             self._unpin(live.sequence)
@@ -247,24 +243,25 @@ class Journal:
     # --- inside ----------------------------------------------------------------------------------
 
     def _append(self, frame: bytes) -> bool:
-        if self._buffered + len(frame) > self._limits.buffer_bytes_max:
+        buffered = self._buffered + len(frame)
+        if buffered > self._limits.buffer_bytes_max:
             return False
         self._frames.append(frame)
-        self._buffered += len(frame)
+        self._buffered = buffered
         self._num_appended += 1
         return True
 
     def _write(self) -> None:
         """Write as many frames as there is room for."""
-        frames, size, room = self._frames, self._buffered, self._segment.room
-        if size > room:
+        frames, size, segment, rest = self._frames, self._buffered, self._segment, list[bytes]()
+        if size > (room := segment.size - segment.offset):
             num = size = 0
-            while size + len(self._frames[num]) <= room:
-                size += len(self._frames[num])
+            while size + len(frames[num]) <= room:
+                size += len(frames[num])
                 num += 1
-            frames = self._frames[:num]
+            frames, rest = frames[:num], frames[num:]
         try:
-            self._segment.write(b"".join(frames))
+            segment.write(b"".join(frames))
         except OSError as error:
             self._trouble("the journal cannot be written", error)
             return
@@ -272,7 +269,7 @@ class Journal:
         self._dirty = True
         self._num_written += len(frames)
         self._buffered -= size
-        self._frames = self._frames[len(frames) :]
+        self._frames = rest
         while self._unpins and self._unpins[0][0] <= self._num_written:
             self._unpin(self._unpins.popleft()[1])
 

@@ -259,9 +259,11 @@ class Metrics:
 
     def placed(self, decision: Decision) -> None:
         """A placement has decided, maybe for a worker that should have a part of the prompt."""
-        picked, reason = decision.picked, decision.choice.reason
+        reason = decision.choice.reason
         self._decisions.labels(decision.route, decision.config.policy, reason).inc()
-        if picked is not None and decision.looked_up and reason not in ("none", "hold"):
+        if not decision.looked_up or reason in ("none", "hold"):
+            return
+        if (picked := decision.picked) is not None:
             matched = picked.device_tokens + picked.host_tokens
             self._matches.labels(decision.route).observe(matched / max(1, decision.request.prompt_tokens))
 

@@ -483,7 +483,7 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
 def stop_token_ids(tokenizer: Tokenizer, more: Iterable[int], *, ignores_eos: bool) -> tuple[int, ...]:
     """The model's own tokens that end an answer, unless they are ignored, and `more`; each once."""
     ends = () if ignores_eos else tokenizer.eos_ids
-    return tuple(dict.fromkeys((*ends, *more)))
+    return tuple(dict.fromkeys((*ends, *more))) if more else tuple(ends)
 
 
 _PROBE = "The 17 quick brown foxes jumped; λ = 0.5 µm, naïve café, 日本語, 🦊!\n\tdef f(x): return x**2"

@@ -34,8 +34,3 @@ def test_a_path_of_python_may_have_a_dash(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_python_of_another_version_has_packages_of_its_own(tmp_path: Path) -> None:
     python = python_of("3 99", tmp_path)
     assert command_of(f"penstock.http@{python}", place(tmp_path))[1] == f"PYTHONPATH={REPOSITORY}"
-
-
-def test_features_behind_a_dash_are_off(tmp_path: Path) -> None:
-    assert command_of("penstock-ledger+access", place(tmp_path))[-1] == "ledger+access"
-    assert command_of("penstock", place(tmp_path))[-1] == "all"

@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import InvalidRequest
 from penstock.gateway.api.job import NO_HINTS, Job, requests_of, shaped
 from penstock.gateway.models.prepare import check_sampling, sampling
+from penstock.gateway.models.served import filled
 from penstock.protocol.needs import NO_CONSTRAINT
 from penstock.protocol.openai import ChatRequest
 from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest
@@ -21,9 +22,10 @@ from penstock.text.tokenizer import GenerationDefaults
     [(None, None, 1.0), (None, 1.05, 1.05), (1.0, 1.05, 1.0), (0.5, None, 0.5)],
 )
 def test_repetition_penalty(asked: float | None, default: float | None, expected: float) -> None:
-    tokenizer = types.SimpleNamespace(defaults=GenerationDefaults(repetition_penalty=default), eos_ids=(1,))
+    defaults = filled(GenerationDefaults(repetition_penalty=default))
+    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(eos_ids=(1,)), defaults=defaults)
     request = ChatRequest(model="m", messages=[], repetition_penalty=asked)
-    found = sampling(types.SimpleNamespace(tokenizer=tokenizer), request, max_tokens=4, logprobs=None, seed=0)
+    found = sampling(model, request, max_tokens=4, logprobs=None, seed=0)
     assert found.repetition_penalty == expected
 
 
@@ -60,12 +62,13 @@ class Tokens:
 
 def test_bad_words_are_tokenized_once_for_all_choices() -> None:
     tokens = Tokens()
-    caller = types.SimpleNamespace(cache_salt=b"", fairness_key="", tenant=types.SimpleNamespace(weight=1))
+    caller = types.SimpleNamespace(tenant=types.SimpleNamespace(weight=1, cache_salt=b"", fairness_key=""))
     job = Job(
         exchange=types.SimpleNamespace(),
         caller=caller,
         model=types.SimpleNamespace(
             tokenizer=tokens,
+            defaults=filled(GenerationDefaults()),
             public_prefixes=types.SimpleNamespace(num_tokens_of=lambda _: 0),
             workers=types.SimpleNamespace(adapter_digests={}),
         ),

@@ -119,6 +119,21 @@ def test_it_waits_until_a_worker_has_room() -> None:
     assert started(made) == ["c"]
 
 
+def test_an_end_is_worth_a_look_only_where_something_waits_for_the_room() -> None:
+    made = control()
+    accept(made, "r1")
+    assert made.is_due
+    assert started(made) == ["r1"]
+    made.ended(S, RequestId("r1"), Outcome.FINISHED, Usage(prompt_tokens=32, completion_tokens=5))
+    assert not made.is_due
+    accept(made, "r2", "r3", now_ns=S)
+    assert started(made, S) == ["r2"]
+    assert not made.is_due
+    made.ended(2 * S, RequestId("r2"), Outcome.FINISHED, Usage(prompt_tokens=32, completion_tokens=5))
+    assert made.is_due
+    assert started(made, 2 * S) == ["r3"]
+
+
 def test_a_client_that_leaves_the_queue_is_settled_at_once_and_was_given_nothing() -> None:
     made = control()
     accept(made, "a", "b")

@@ -193,7 +193,8 @@ class HttpExchange:
         """The answer has ended."""
         if not self._over:
             self._end()
-            self.handler.on_end()
+            if self.handler is not IGNORING_HANDLER:
+                self.handler.on_end()
 
     def fail(self, failure: HttpFailure) -> None:
         """It cannot be completed."""
@@ -221,7 +222,7 @@ class HttpExchange:
         self._over = True
         if self._held_since_ns:
             self.resume_reading()  # Another answer may come over this connection.
-        self._client.ended(self)
+        self._client.exchanges.pop(self, None)
 
     @property
     def until_ns(self) -> int:
@@ -265,15 +266,16 @@ class HttpClient:
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle = IdleConnections[_Connection](config.idle_connections_max, config.keepalive_s, clock)
-        self._exchanges: dict[HttpExchange, None] = {}
-        self.deadlines = Deadlines(clock, self._exchanges)
+        self.exchanges: dict[HttpExchange, None] = {}
+        """Those that are not over."""
+        self.deadlines = Deadlines(clock, self.exchanges)
         self._requests = RequestBytes(address, headers or {})
         self.request_ns = int(config.request_timeout_s * NS_PER_S)
 
     @property
     def num_exchanges(self) -> int:
         """Exchanges that are not over."""
-        return len(self._exchanges)
+        return len(self.exchanges)
 
     @property
     def num_idle(self) -> int:
@@ -295,12 +297,12 @@ class HttpClient:
         Raises:
             NoConnection: `connections_max` exchanges are under way.
         """
-        if len(self._exchanges) >= self.config.connections_max:
+        if len(self.exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         request = self._requests.of(method, path, body, headers)
         now_ns = self.now_ns()
         exchange = HttpExchange(self, request, handler, now_ns)
-        self._exchanges[exchange] = None
+        self.exchanges[exchange] = None
         connection = self._idle.take(now_ns)
         if connection is not None:
             exchange.run_on(connection, now_ns)
@@ -310,7 +312,7 @@ class HttpClient:
 
     def close(self) -> None:
         """Abort what runs and close every connection."""
-        for exchange in list(self._exchanges):
+        for exchange in list(self.exchanges):
             exchange.abort()
         self._idle.close()
         self.deadlines.stop()
@@ -321,10 +323,6 @@ class HttpClient:
         """Make a connection for it."""
         exchange.wait(f"a connection to {self.address.authority}", self.config.connect_timeout_s)
         exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
-
-    def ended(self, exchange: HttpExchange) -> None:
-        """It is over."""
-        self._exchanges.pop(exchange, None)
 
     def put_back(self, connection: "_Connection") -> None:
         """A connection may be used again."""

@@ -37,6 +37,7 @@ from penstock.gateway.api.job import (
 )
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.shadow import copy_of
+from penstock.gateway.http.begun import in_task
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
@@ -77,9 +78,9 @@ _Prepared = tuple[Job, _Begin]
 Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
 """Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what
 the client has to change."""
-PIECE_TOKENS = 32
+PIECE_TOKENS = math.gcd(32, SLICE_TOKENS)
 """Tokens of a whole answer that are handed on together: detokenizing and counting each costs more than the
-rest of a step."""
+rest of a step. Limits and budgets are looked at between slices, so pieces end where those do."""
 
 
 class Wording(NamedTuple):
@@ -111,6 +112,8 @@ class Generate:
             # Also where no part needs a capability: a part of text may also hold an address.
             check_media(request.messages, self._services.config.limits.media_hosts)
 
+        has_tools = uses_tools(request)
+
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
             prompt = await chat_prompt(
@@ -133,6 +136,7 @@ class Generate:
                 needs=capabilities,
                 constraint=shaped(model, request, prompt, max_tokens, constraint),
                 body=body,
+                uses_tools=has_tools,
             )
             return job, lambda job: wording.begin(self._context(job), job)
 
@@ -213,6 +217,7 @@ class Generate:
             if fallback is not None:
                 services.metrics.diverted(model.name, "unavailable")
                 model, served = fallback, _instead(served, fallback, adapter, "unavailable")
+            await in_task()
             await services.cold.wait(model, exchange, body_bytes(exchange, body), tenant.id)
         too_long: Iterator[ServedModel] | None = None
         first_error: ContextTooLong | None = None
@@ -233,6 +238,7 @@ class Generate:
             facts = facts_of(job, served, hints, self._keys(job))
             exchange.limits_ns = services.clock.now_ns()
             if services.ask_store is not None:
+                await in_task()
                 await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             reply, sinks = begin(job)
@@ -274,10 +280,8 @@ class Generate:
 
     def _streams(self, job: Job, hints: Hints, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
-        piece_tokens = 1
-        if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
-            # Limits and budgets are looked at between slices, so pieces end where those do.
-            piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
+        is_whole = not job.request.stream and len(sinks) == 1 and job.model.reasoning is None
+        piece_tokens = PIECE_TOKENS if is_whole else 1
         if job.only_scores:
             sinks = [ScoringSink(sink) for sink in sinks]
         return list(zip(requests_of(job, hints, piece_tokens), sinks, strict=True))

@@ -17,7 +17,7 @@ Where a model's reasoning ends, and where a grammar begins, is the shape of an a
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -182,6 +182,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint = NO_CONSTRAINT
     body: bytes
     """The request as it came, or the chat that was made of it."""
+    uses_tools: bool = False
+    """Whether its answer may call a tool."""
 
     @property
     def shown_prompt_logprobs(self) -> int | None:
@@ -222,34 +224,38 @@ def body_bytes(exchange: Exchange, body: bytes) -> int:
 
 def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) -> RequestFacts:
     """The request as flow control sees it."""
-    lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
-    bound, needs = places(job.caller.tenant, hints), job.needs
-    num_tokens, choices_per_prompt = sum(lengths), job.choices_per_prompt
+    request, tenant, prompts = job.request, job.caller.tenant, job.prompts
+    num_tokens = longest = len(prompts[0])
+    if len(prompts) > 1:
+        lengths = [len(prompt) for prompt in prompts]
+        num_tokens, longest = sum(lengths), max(lengths)
+    bound, needs, user = tenant.places | hints.places, job.needs, request.user
+    choices_per_prompt = request.n or 1
     return RequestFacts(
         id=RequestId(job.answer_id),
-        tenant=job.caller.tenant,
+        tenant=tenant,
         route=job.model.name,
         requested_model=served.requested,
         diverted=served.downgrade or "",
         prompt_tokens=num_tokens,
-        prompts=job.prompts,
-        context_tokens=max(lengths) + _asked_tokens(job.request),
+        prompts=prompts,
+        context_tokens=longest + _asked_tokens(request),
         max_tokens=max(job.max_tokens),
-        choices=len(lengths) * choices_per_prompt,
+        choices=len(prompts) * choices_per_prompt,
         choices_per_prompt=choices_per_prompt,
-        is_whole=not job.request.stream,
+        is_whole=not request.stream,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
-        priority=getattr(job.request, "priority", None) or 0,
+        priority=getattr(request, "priority", None) or 0,
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
-        needs_tools=uses_tools(job.request),
+        needs_tools=job.uses_tools,
         needs=needs | bound if bound else needs,
         endpoint=served.endpoint,
         key_prefix=job.caller.key_prefix,
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         keys=keys,
         adapter=job.adapter,
-        session=_session(job.caller.tenant, hints),
+        session=f"{tenant.id}\0{hints.session}" if hints.session else "",  # No other tenant can name it.
     )
 
 
@@ -276,26 +282,24 @@ def facts_before(
     )
 
 
-def _session(tenant: Tenant, hints: Hints) -> str:
-    """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says
-    nothing.
-    """
-    return f"{tenant.id}\0{hints.session}" if hints.session else ""
-
-
 def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
-    is_chat, has_tools = isinstance(request, ChatRequest), uses_tools(request)
+    is_chat, model, caller = isinstance(request, ChatRequest), job.model, job.caller
+    tenant, choices = caller.tenant, request.n or 1
+    # The tags around a tool call are special tokens in some vocabularies.
+    shows_special = (
+        request.skip_special_tokens is False or job.uses_tools or (is_chat and model.has_special_marks)
+    )
     first: SamplingParams | None = None
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
         seed = fresh_seed() if request.seed is None else request.seed
-        public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
-        for choice in range(job.choices_per_prompt):
+        public_tokens = model.public_prefixes.num_tokens_of(prompt)
+        for choice in range(choices):
             own_seed = choice_seed(seed, choice)
             if first is None:  # Most requests have one choice.
                 params = first = sampling(
-                    job.model,
+                    model,
                     request,
                     max_tokens=max_tokens,
                     logprobs=job.logprobs,
@@ -311,16 +315,13 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                     sampling=params,
                     stop=stop,
                     include_stop=bool(request.include_stop_str_in_output),
-                    # The tags around a tool call are special tokens in some vocabularies.
-                    skip_special_tokens=request.skip_special_tokens is not False
-                    and not has_tools
-                    and not (is_chat and job.model.has_special_marks),
+                    skip_special_tokens=not shows_special,
                     adapter=job.adapter,
-                    adapter_digest=job.model.workers.adapter_digests.get(job.adapter, ""),
-                    cache_salt=job.caller.cache_salt,
+                    adapter_digest=model.workers.adapter_digests.get(job.adapter, ""),
+                    cache_salt=tenant.cache_salt,
                     public_tokens=public_tokens,
-                    fairness_key=job.caller.fairness_key,
-                    fairness_weight=job.caller.tenant.weight,
+                    fairness_key=tenant.fairness_key,
+                    fairness_weight=tenant.weight,
                     piece_tokens=piece_tokens,
                     body=job.body,
                     is_chat=is_chat,
@@ -341,7 +342,7 @@ def _asked_tokens(request: GenerationRequest) -> int:
 def _stops(job: Job) -> tuple[str, ...]:
     request = job.request
     asked = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if isinstance(request, ChatRequest) and request.parallel_tool_calls is False and uses_tools(request):
+    if job.uses_tools and cast("ChatRequest", request).parallel_tool_calls is False:
         # The answer ends with its first call. The mark that ends a call is no part of it.
         close = job.model.tool_format.parser({}).STOP
         # A model may write about that mark while it thinks.
@@ -380,6 +381,8 @@ def shaped(
         InvalidRequest: the bound makes no sense.
         Unsupported: this model does not reason.
     """
+    if type(request) is ChatRequest and not request.tools and not constraint.structured:
+        return constraint  # Most requests shape nothing.
     budget, param = _budget(request, max_tokens)
     marks = model.reasoning
     if marks is None and budget and not forwards(model):
@@ -388,7 +391,7 @@ def shaped(
             param=param,
             code="unsupported_by_model",
         )
-    calls = None if constraint.structured else call_grammar(model, request)
+    calls = None if constraint.structured or not request.tools else call_grammar(model, request)
     is_bounded = bool(constraint.structured) or budget is not None
     if calls is None and not is_bounded:
         return constraint
@@ -466,9 +469,8 @@ def forwards(model: ServedModel) -> bool:
 
 def is_prose(job: Job) -> bool:
     """Whether the answer's text is neither a call nor reasoning, so that nothing has to be parsed."""
-    request = job.request
-    assert isinstance(request, ChatRequest)
-    return job.model.reasoning is None and job.constraint.forced_tool is None and not uses_tools(request)
+    assert isinstance(job.request, ChatRequest)
+    return job.model.reasoning is None and job.constraint.forced_tool is None and not job.uses_tools
 
 
 def answer_parser(job: Job) -> AnswerParser:
@@ -478,7 +480,7 @@ def answer_parser(job: Job) -> AnswerParser:
     tools: ToolParser | None = None
     if job.constraint.forced_tool is not None:
         tools = ForcedCalls(job.constraint.forced_tool)
-    elif uses_tools(request):
+    elif job.uses_tools:
         schemas, syntax = schemas_of(request), model.tool_format
         held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
         tools = syntax.parser(schemas, held)

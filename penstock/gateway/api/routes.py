@@ -116,6 +116,7 @@ class Routes:
         orders: Orders,
     ) -> None:
         generate, responses, vectors, around = answers
+        self.at_once = frozenset((generate.chat, generate.completions))  # See `http/begun.py`.
         adapters, nights, costs, rollouts, scaling = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),

@@ -9,7 +9,6 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -115,7 +114,7 @@ class RecentRequests:
         """A request is over."""
         request, came_ns = exchange.request, exchange.started_ns
         self.num_ended += 1
-        if max(len(served.requested), len(served.model)) > NAME_CHARS_MAX:
+        if len(served.requested) > NAME_CHARS_MAX or len(served.model) > NAME_CHARS_MAX:
             names = {"requested": served.requested[:NAME_CHARS_MAX], "model": served.model[:NAME_CHARS_MAX]}
             served = msgspec.structs.replace(served, **names)
         self._kept.append(
@@ -208,7 +207,7 @@ def _flow(request: Request) -> _Flow:
     )  # fmt: skip
 
 
-class _Ended(NamedTuple):
+class _Ended(msgspec.Struct, frozen=True):
     """A request that is over, as it is remembered: its description is made when it is asked for, which is
     rare beside requests.
     """

@@ -255,8 +255,6 @@ class Dispatcher:
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
-        if self.control.is_due:  # Else nothing waits for the room that it leaves.
-            self._dispatch_soon()
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
 
@@ -334,8 +332,10 @@ class Dispatcher:
         request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
         if error is not None:
             reply.fail(error)
-        if self.control.is_due:
+        if self.control.is_due:  # Else nothing waits for the room that it leaves.
             self._dispatch_soon()
+        elif (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
+            asyncio.get_running_loop().call_soon(pace.learn)
 
     # --- inside ----------------------------------------------------------------------------------
 

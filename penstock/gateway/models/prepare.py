@@ -133,6 +133,8 @@ class _Apart:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+_COMMON = (ChatRequest, CompletionRequest)
+"""Shapes of requests without the parameters that few have."""
 COMPLETION_MAX_TOKENS = 16
 BAD_WORDS_MAX, BAD_WORD_CHARS_MAX, BAD_WORDS_CHARS_MAX = 256, 256, 8192
 """Words, characters of one, and characters of all: they are tokenized on the event loop."""
@@ -290,6 +292,8 @@ def truncated(prompt: tuple[int, ...], request: GenerationRequest, info: ModelIn
     Raises:
         InvalidRequest: the number makes no sense for this model.
     """
+    if type(request) in _COMMON:
+        return prompt
     asked: int | None = getattr(request, "truncate_prompt_tokens", None)
     if asked is None:
         return prompt
@@ -367,6 +371,8 @@ def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo)
         )
     if request.logit_bias:
         check_token_ids([int(key) for key in request.logit_bias], info.vocab_size, "logit_bias")
+    if type(request) in _COMMON:
+        return
     if bad_words := getattr(request, "bad_words", None):
         _check_bad_words(bad_words)
     allowed: list[int] | None = getattr(request, "allowed_token_ids", None)
@@ -405,21 +411,25 @@ def sampling(
     """Sampling parameters of one choice, open ones filled in. Tokenizes `bad_words`: other choices get copies
     with their own seeds.
     """
-    defaults = model.tokenizer.defaults
-    top_p = _first(request.top_p, defaults.top_p, 1.0)
-    top_k = max(0, _first(request.top_k, defaults.top_k, 0))
+    open_: Any = model.defaults
+    rare = type(request) not in _COMMON
+    top_p = open_.top_p if request.top_p is None else request.top_p
+    top_k = max(0, open_.top_k if request.top_k is None else request.top_k)
+    repetition = request.repetition_penalty
     return SamplingParams(
-        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        temperature=open_.temperature if request.temperature is None else request.temperature,
         # A nucleus of no mass still holds the likeliest token.
         top_k=top_k if top_p > 0 else 1,
         top_p=top_p if top_p > 0 else 1.0,
-        min_p=_first(request.min_p, defaults.min_p, 0.0),
+        min_p=open_.min_p if request.min_p is None else request.min_p,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(request),
-        bad_words=bad_word_tokens(model.tokenizer, getattr(request, "bad_words", None) or ()),
-        allowed_token_ids=tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ())),
+        repetition_penalty=open_.repetition_penalty if repetition is None else repetition,
+        logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else (),
+        bad_words=bad_word_tokens(model.tokenizer, getattr(request, "bad_words", None) or ()) if rare else (),
+        allowed_token_ids=tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ()))
+        if rare
+        else (),
         min_tokens=request.min_tokens or 0,
         seed=seed,
         max_tokens=max_tokens,
@@ -431,10 +441,8 @@ def sampling(
     )
 
 
-def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
-    if not request.logit_bias:
-        return ()
-    return tuple((int(key), bias) for key, bias in request.logit_bias.items() if bias)
+def _logit_bias(asked: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    return tuple((int(key), bias) for key, bias in asked.items() if bias)
 
 
 def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:
@@ -456,9 +464,3 @@ def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, p
         return asked
     room = len_max - num_prompt
     return output_room(tenant, num_prompt, room) if tenant.has_lengths else room
-
-
-def _first(asked: float | None, default: float | None, otherwise: float) -> Any:  # noqa: ANN401
-    if asked is not None:
-        return asked
-    return otherwise if default is None else default

@@ -37,7 +37,7 @@ from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate
 from penstock.text.prompt import NONCE_BYTES, ChatPrompts
 from penstock.text.reasoning import ReasoningMarks
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import GenerationDefaults, Tokenizer
 from penstock.text.tool_formats import HERMES, ToolFormat
 from penstock.types import BLOCK_TOKENS, ModelName, without_version
 
@@ -119,6 +119,15 @@ def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
     return min(start, length)
 
 
+_OPENAI = GenerationDefaults(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+
+
+def filled(defaults: GenerationDefaults) -> GenerationDefaults:
+    """A model's defaults, with OpenAI's where they say nothing."""
+    said = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+    return msgspec.structs.replace(_OPENAI, **said)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServedModel:
     """One model: who computes it, and how its text becomes tokens."""
@@ -141,6 +150,8 @@ class ServedModel:
     prompts: ChatPrompts = field(init=False)
     """Makes the token ids of chats."""
 
+    defaults: GenerationDefaults = field(init=False)
+    """Of requests that leave sampling open: its own, then OpenAI's; none is None."""
     has_special_marks: bool = field(init=False)
     """Whether the marks around its reasoning are special tokens, which texts leave out."""
 
@@ -148,6 +159,7 @@ class ServedModel:
         ids = (self.tokenizer.token_id(mark) for mark in self.reasoning or ())
         is_special = any(token_id in self.tokenizer.special_ids for token_id in ids)
         object.__setattr__(self, "has_special_marks", is_special)
+        object.__setattr__(self, "defaults", filled(self.tokenizer.defaults))
         prompts = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
         object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 
@@ -222,6 +234,14 @@ class ModelTable:
         created_s = max((model.created_s for model in models.values()), default=0)
         self._auto = _choose_auto(routing, created_s) if routing.auto else None
         self._ensembles = {each.name: each.model for each in ensembles}
+        self._plain = {
+            str(name): Resolved(model)
+            for name, model in self._models.items()
+            if not (
+                name in self._first or name in self._ensembles or (self._auto and name == self._auto.name)
+            )
+        }
+        """Models whose names mean them and nothing else."""
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
@@ -293,6 +313,10 @@ class ModelTable:
             NotFound: there is no such model.
             Forbidden: it is not the tenant's.
         """
+        if (plain := self._plain.get(request.model)) is not None:
+            if tenant.models:  # Else it may use all of them.
+                check_model(tenant, plain.model.name)
+            return plain
         if self._auto is not None and request.model == self._auto.name:
             choice = self._auto.choose(request, tenant, lambda name: self._max_length(name, needs))
             model = self.get(choice.model, tenant)

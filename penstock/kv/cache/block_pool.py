@@ -202,15 +202,13 @@ class BlockPool:
         block_of, names = self._block_of, self._hash_of
         if not block_of.keys().isdisjoint(hashes):
             return False
-        references, publication, number = self._references, self._publication, self._publications
+        assert all(map(self._references.__getitem__, blocks)), "a block is published but has no holder"
+        assert not any(map(names.__getitem__, blocks)), "a block already has another name"
+        self._publications = number = self._publications + 1
+        publication = self._publication
         for block, block_hash in zip(blocks, hashes, strict=True):
-            assert references[block], f"block {block} is published but has no holder"
-            assert names[block] is None, f"block {block} already has another name"
-            names[block] = block_hash
-            number += 1
-            publication[block] = number
+            names[block], publication[block] = block_hash, number
         block_of.update(zip(hashes, blocks, strict=True))
-        self._publications = number
         return True
 
     def free(self, blocks: Sequence[int]) -> None:

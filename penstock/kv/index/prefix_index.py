@@ -17,7 +17,6 @@ predicted ones end by themselves. Fed by worker_cache_view.py; asked by placemen
 tokens, no sockets and no clock.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -115,7 +114,7 @@ class _Holder:
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
-        self.predicted: OrderedDict[int, int] = OrderedDict()
+        self.predicted: dict[int, int] = {}
         """Key -> when it ends; the first one to end, and to be forgotten, comes first."""
         self.predicted_max = predicted_max
         self.last_until_ns = 0
@@ -187,8 +186,7 @@ class PrefixIndex:
             self._host_used = True
         elif holder.predicted:
             keys = self._confirm(holder, keys)
-        shards, low_bits, bit = self._tiers[tier], self._low_bits, holder.bit
-        shard_max = self._shard_max
+        shards, low_bits, shard_max, bit = self._tiers[tier], self._low_bits, self._shard_max, holder.bit
         for key in keys:
             shard = shards[key & low_bits]
             # The one object for all blocks that only this worker has: a new key costs one look.
@@ -248,9 +246,8 @@ class PrefixIndex:
         is_new = bool(new) and self._predict_new(holder, new, until_ns)
         if old and predicted and not predicted.keys().isdisjoint(old):
             for key in reversed(old):
-                if key in predicted:
+                if predicted.pop(key, None) is not None:
                     predicted[key] = until_ns
-                    predicted.move_to_end(key)
         if predicted:
             self._forget_over(holder)
             self._put_due(holder)
@@ -262,19 +259,22 @@ class PrefixIndex:
         predicted, bit, is_new = holder.predicted, holder.bit, False
         if not predicted:
             holder.thinned = self._num_thinned
+        again, entered = predicted.keys() & keys if predicted else (), list[int]()
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
-            mask = shard.get(key, 0)
-            if not mask & bit:
-                is_new = True
-                shard[key] = mask | bit if mask else bit
-            elif key not in predicted:
-                continue
-            if key in predicted:
-                predicted.move_to_end(key)
-            predicted[key] = until_ns
-            if not mask and len(shard) > shard_max:
-                self._thin(shard)
+            mask = shard.get(key)
+            if mask is None:
+                shard[key], is_new = bit, True
+                if len(shard) > shard_max:
+                    self._thin(shard)
+            elif not mask & bit:
+                shard[key], is_new = mask | bit, True
+            elif key not in again:
+                continue  # It was reported.
+            entered.append(key)
+        for key in again:
+            del predicted[key]
+        predicted.update(dict.fromkeys(entered, until_ns))
         holder.is_used = True
         return is_new
 
@@ -453,7 +453,8 @@ class PrefixIndex:
     def _forget_over(self, holder: _Holder) -> None:
         excess = len(holder.predicted) - holder.predicted_max
         if excess > 0:
-            gone = [holder.predicted.popitem(last=False)[0] for _ in range(excess)]
+            for key in (gone := list(islice(holder.predicted, excess))):
+                del holder.predicted[key]
             self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
 
     def _expire(self, now_ns: int) -> None:
@@ -462,12 +463,12 @@ class PrefixIndex:
         while left > 0 and due and due[0][0] <= now_ns:
             holder = heappop(due)[2]
             predicted, gone = holder.predicted, list[int]()
-            while predicted and len(gone) < left:
-                key = next(iter(predicted))
-                if predicted[key] > now_ns:
+            for key, until_ns in islice(predicted.items(), left):
+                if until_ns > now_ns:
                     break
-                del predicted[key]
                 gone.append(key)
+            for key in gone:
+                del predicted[key]
             left -= len(gone)
             assert holder.is_due, "it stood among those that are due"
             assert left >= 0, "one call ends no more than its bound"

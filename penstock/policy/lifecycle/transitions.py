@@ -16,13 +16,13 @@ other model lets in what it can answer in time. Nothing falls back that has give
 
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import cast
+from typing import Any
 
 import msgspec
 
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.contracts import Health, Pass, Refusal, RouteLoad, TokenHold
+from penstock.policy.contracts import Health, Pass, RouteLoad
 from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
@@ -99,22 +99,24 @@ class Accounts:
     def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
         policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
+        budgeted = self._first_slice(facts)
         if facts.origin:  # They were asked where it came from.
-            return Holds(tokens=NO_TOKENS, money=None, expected=expected, budgeted=self._first_slice(facts))
+            return Holds(tokens=NO_TOKENS, money=None, expected=expected, budgeted=budgeted)
         prompt, name = facts.prompt_tokens, facts.id
         if (levels := policies.levels) is not None and tenant.has_levels:
             key, user = facts.key_prefix, facts.user
             held = levels.reserve(now_ns, tenant, prompt, expected, key=key, user=user, request_id=name)
         else:
             held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
-        if (error := _error_of(held)) is not None:
-            return Refused(name, "limits", error)
-        tokens, price = cast("TokenHold", held), self._first_price(facts)
+        if (error := getattr(held, "error", None)) is not None:
+            return Refused(name, "limits", error())
+        tokens: Any = held
+        price = self._first_price(facts) if policies.prices.are_any else 0
         money = price if price or tenant.has_budget else None
         if money is not None and (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
             tokens.undo(now_ns)
             return Refused(name, "budget", refusal.error())
-        return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
+        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
 
     def _first_slice(self, facts: RequestFacts) -> int:
         """Answer tokens of the first slice."""
@@ -165,11 +167,6 @@ class Accounts:
             return 0
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
         return prices.cost_micros(route, usage)
-
-
-def _error_of(answer: object) -> PenstockError | None:
-    """The error of a refusal; None of anything else."""
-    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
 
 
 class Transitions:
@@ -277,7 +274,7 @@ class Transitions:
             self._policies.health.succeeded()
             for finished in self._hooks.finished:
                 finished(facts)
-        model_queue.queue.end(request)
+        model_queue.queue.bands[request.level].end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         model_queue = request.model_queue

@@ -72,6 +72,7 @@ class Pace:
         "_firsts_ns",
         "_kinds",
         "_late_ns",
+        "_lesson",
         "_margin",
         "_overdue",
         "_ratios",
@@ -95,6 +96,9 @@ class Pace:
         `_overdue`."""
         self._overdue: dict[WorkerId, set[RequestId]] = {}
         """Those that have waited at their worker for longer than its prompts may take."""
+        self._lesson: tuple[str, Ran] | None = None
+        """To be learned before the laws are asked for anything: the client of that request need not wait for
+        it."""
         self._ratios = _Latest()
         self._margin = 1.0
         self._firsts_ns = _Latest()
@@ -147,6 +151,8 @@ class Pace:
             return False
         if worker.id in self._overdue:
             return worker.num_pending > 1
+        if self._lesson is not None:
+            self.learn()
         speed = self._speeds.of(worker.view.kind)
         return speed.backlog_s(worker.pending_tokens, worker.booked + worker.others) > self._backlog_s
 
@@ -185,6 +191,8 @@ class Pace:
         return sent
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
+        if self._lesson is not None:
+            self.learn()
         slowest_s = 0.0
         for kind in self._kinds:
             took_s = self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams)
@@ -199,6 +207,8 @@ class Pace:
             return
         running, tokens = worker.booked + worker.others, uncached_tokens(work)
         backlog, streams = worker.pending_tokens - tokens, running - work.streams
+        if self._lesson is not None:
+            self.learn()
         speed, prompt = self._speeds.of(worker.view.kind), work.prompt_tokens + work.cached_tokens
         said_s = speed.prefill_s(tokens, prompt, streams) + speed.backlog_s(backlog, streams)
         waited = 0 < worker.view.max_running < running
@@ -221,20 +231,30 @@ class Pace:
         if self._ratios.add(first_ns / NS_PER_S / said_s) >= _SCORED_MIN:
             p90 = self._ratios.p90()
             self._margin = 1.0 if p90 < 1.0 else min(_MARGIN_MAX, p90)
+        self.learn()
         if not self._speeds.learns_at(kind, now_ns):
             return
-        self._speeds.learn(
-            kind,
-            Ran(
-                at_ns=now_ns,
-                computed_tokens=max(1, uncached_tokens(work)),
-                prompt_tokens=work.prompt_tokens + work.cached_tokens,
-                backlog_tokens=sent.backlog_tokens,
-                streams=sent.streams,
-                first_ns=first_ns,
-                waited=sent.waited,
-            ),
+        ran = Ran(
+            at_ns=now_ns,
+            computed_tokens=max(1, uncached_tokens(work)),
+            prompt_tokens=work.prompt_tokens + work.cached_tokens,
+            backlog_tokens=sent.backlog_tokens,
+            streams=sent.streams,
+            first_ns=first_ns,
+            waited=sent.waited,
         )
+        self._lesson = kind, ran
+
+    @property
+    def has_lesson(self) -> bool:
+        """Whether `learn` has something to do."""
+        return self._lesson is not None
+
+    def learn(self) -> None:
+        """Take in what the last request has shown, if that was not done."""
+        if self._lesson is not None:
+            lesson, self._lesson = self._lesson, None
+            self._speeds.learn(*lesson)
 
     def ended(self, work: Work, worker: WorkerCapacity) -> None:
         """It runs there no more."""

@@ -13,8 +13,11 @@ it looks for from what the workers have announced.
 Randomness of a simulation: named streams of one seed, each independent of how much the others are used.
 """
 
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from struct import Struct
 from typing import overload
 
 import msgspec
@@ -253,7 +256,10 @@ class PromptBlockNames:
         tenants'.
         """
         keys = self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens)
-        return [BlockHash(key.to_bytes(KEY_BYTES, "little")) for key in keys]
+        names = array("Q", keys)
+        if sys.byteorder == "big":
+            names.byteswap()
+        return list(_names(len(keys)).unpack(names.tobytes()))
 
     def keys(
         self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
@@ -271,6 +277,12 @@ class PromptBlockNames:
             digest = self._hasher.root_of(salt=salt, adapter=adapter, num_public=int(salt == PUBLIC))
             root = self._roots[salt, adapter] = int.from_bytes(digest[:KEY_BYTES], "big") >> 1
         return root
+
+
+@lru_cache(maxsize=4096)
+def _names(count: int) -> Struct:
+    """Cuts so many names out of the bytes of all."""
+    return Struct(f"{KEY_BYTES}s" * count)
 
 
 def _keys(segments: Sequence[Segment], state: int) -> list[int]:

@@ -48,6 +48,7 @@ from penstock.types import RequestId, SamplingParams, WorkerId
 _FAST_FORWARD_STEPS = 24
 """Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
 _STOPS = (EOS,)
+_MANY = 1 << 30
 
 
 class Listener(Protocol):
@@ -118,11 +119,15 @@ class SimWorker:
             self._prefill,
         )
         self._running = self.scheduler.running  # The list itself, which changes.
+        if spec.fast_forwards:
+            self.scheduler.decode_together(self._draw)
         self._streams: dict[RequestId, AnswerStream] = {}
         self._rows: dict[int, AnswerStream] = {}
         self._plan: StepPlan | None = None
         self._times: list[int] = []  # When the steps it coasts over begin, and the last of them ends.
         self._fast_forward_max = self._fast_forward_rows = self._fast_forward_kv = 0
+        self._due_in = 0
+        """Steps after which something is due for one of the rows, if all decode; 0 if one does not yet."""
         self._outbox: dict[int, list[WorkerMessage]] = {}
         self._inbox: list[tuple[int, Submission | RequestId]] = []
         self.adapters: SimAdapters | None = None
@@ -195,6 +200,8 @@ class SimWorker:
         numbers.
         """
         self._slowness, self._is_garbage = slowness, garbage
+        if self.spec.fast_forwards:
+            self.scheduler.decode_together(None if garbage else self._draw)
         if self._times:
             self._stop_coasting(bisect_left(self._times, now_ns))
 
@@ -272,7 +279,8 @@ class SimWorker:
                     self._abort(message)
         if self._outbox:
             self._flush(now_ns)
-        steps_max = self._steps_to_due() if self.spec.fast_forwards and not self._is_garbage else 0
+        decodes = self.spec.fast_forwards and not self._is_garbage and self._running
+        steps_max = self._due_in if decodes else 0
         if steps_max and (steps_max := self.scheduler.fast_forward_max(steps_max)):
             running = self._running
             self._fast_forward_max, self._fast_forward_rows = steps_max, len(running)
@@ -360,7 +368,7 @@ class SimWorker:
             Sampled(
                 row, rows[row].answer[work.num_computed + work.num_tokens - rows[row].num_prompt], None, error
             )
-            for work in plan.work
+            for work in self.scheduler.oldest.plan.work
             if work.samples and (row := work.row) >= 0
         ]
         outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
@@ -368,22 +376,6 @@ class SimWorker:
         self._rest(now_ns)
 
     # --- coasting -----------------------------------------------------------------------------------
-
-    def _steps_to_due(self) -> int:
-        """Steps after which something is due for one of the rows, if all of them decode; 0 if one does not
-        yet.
-        """
-        streams, least = self._streams, 1 << 30
-        for request in self._running:
-            stream = streams[request.request_id]
-            due = stream.due
-            if due == stream.first:
-                return 0
-            end = stream.num_answer if stream.num_answer < due else due
-            left = end - len(request.tokens) + request.num_prompt
-            if left < least:
-                least = left
-        return least if streams else 0
 
     def _extend_fast_forward(self) -> None:
         """Work out when some more steps end."""
@@ -441,15 +433,26 @@ class SimWorker:
     # --- words --------------------------------------------------------------------------------------
 
     def _tell_of(self, outputs: Sequence[RequestOutput]) -> None:
-        """The outputs of a step: first who ended, then whose first token or slice is here."""
+        """The outputs of a step: first who ended, then whose first token or slice is here. And when the next
+        is.
+        """
         streams = self._streams
         for output in outputs:
             if output.finish is not None:
                 self._end(streams[output.request_id], output)
+        least = _MANY
         for request in self._running:
             stream = streams[request.request_id]
-            if len(request.tokens) - request.num_prompt >= stream.due:
+            num_tokens, due = len(request.tokens) - request.num_prompt, stream.due
+            if num_tokens >= due:
                 self._is_due(stream)
+                due = stream.due
+            if due == stream.first:
+                least = 0
+            else:
+                left = (due if due < stream.num_answer else stream.num_answer) - num_tokens
+                least = left if left < least else least
+        self._due_in = least
 
     def _is_due(self, stream: AnswerStream) -> None:
         request, submission = stream.request, stream.submission
