@@ -13,7 +13,7 @@ if [ -e "$stamp" ] || [ -e "$venv/.installed-dev-$inputs" ]; then exit 0; fi
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
 find_python() {
-    for python in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+    for python in ${PYTHON:-} python3.11 python3.12 python3.13 python3.14 python3; do
         if command -v "$python" >/dev/null && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$python"
             return

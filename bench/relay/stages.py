@@ -150,21 +150,25 @@ def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
 
 def in_bursts(
     trees: Sequence[str], shape: Shape, requests: int, turns: int, place: Path
-) -> list[list[float]]:
-    """CPU microseconds of all threads for each request: a row for each turn, a column for each tree."""
+) -> tuple[list[list[float]], list[list[float]]]:
+    """CPU of all threads for each request and the p99 of requests' times, both in microseconds: a row for a
+    turn, a column for each tree.
+    """
     rows: list[list[float]] = []
+    slow: list[list[float]] = []
     with ExitStack() as stack:
         running = [stack.enter_context(serving(*of_tree(tree), shape, place)) for tree in trees]
         for number in range(-1, turns):
-            row = [0.0 for _ in trees]
+            row, waits = [0.0 for _ in trees], [0.0 for _ in trees]
             for i in range(len(trees)):
                 port, process = running[index := (i + number) % len(trees)]
                 before = process.cpu_exact_s()
-                load(place, port, shape, requests)
+                waits[index] = load(place, port, shape, requests)["total_p99_us"]
                 row[index] = (process.cpu_exact_s() - before) / requests * 1e6
             if number >= 0:
                 rows.append(row)
-    return rows
+                slow.append(waits)
+    return rows, slow
 
 
 def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[str, object]:
@@ -176,15 +180,19 @@ def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[st
         shown = f"{', '.join(f'{count / 1e6:.3f}' for count in counts)} million instructions a request"
         print(f"{shape.name}: {shown}, ratio {counts[0] / counts[-1]:.3f}", flush=True)
     if args.turns:
-        rows = in_bursts(trees, shape, requests, args.turns, place)
-        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        rows, slow = in_bursts(trees, shape, requests, args.turns, place)
+        medians, slowest = (
+            [statistics.median(each) for each in zip(*of, strict=True)] for of in (rows, slow)
+        )
         quartiles = [
             [round(each, 3) for each in statistics.quantiles([row[i] / row[-1] for row in rows], n=4)]
             for i in range(len(trees) - 1)
         ]
         found |= {"cpu_us": [round(each, 1) for each in medians], "ratio_quartiles": quartiles}
+        found["p99_us"] = [round(each) for each in slowest]
         shown = f"{', '.join(f'{each:.0f}' for each in medians)} us of CPU a request"
         print(f"{shape.name}: {shown}; ratios, in quartiles, {quartiles}", flush=True)
+        print(f"{shape.name}: p99 {', '.join(f'{each:.0f}' for each in slowest)} us", flush=True)
     return found
 
 

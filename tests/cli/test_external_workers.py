@@ -8,6 +8,7 @@ import sqlite3
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def test_a_deployment_out_of_requests_for_the_minute_leaves_the_rest_to_the_next
 def test_the_ledger_has_each_once(fleet: Fleet) -> None:
     fleet.server.process.send_signal(signal.SIGINT)
     fleet.server.wait_ended()
-    with sqlite3.connect(fleet.place / "ledger" / "usage.sqlite") as ledger:
+    with closing(sqlite3.connect(fleet.place / "ledger" / "usage.sqlite")) as ledger:
         found = ledger.execute(
             "SELECT served_model, attempts, completion_tokens FROM usage WHERE attempts > 1"
         ).fetchall()

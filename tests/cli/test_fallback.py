@@ -7,6 +7,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,7 +118,7 @@ class Route:
 
     def rows(self, columns: str, where: str = "1") -> list[tuple[Any, ...]]:
         """What the ledger has of the model's requests."""
-        with sqlite3.connect(self.fleet.place / "ledger" / "usage.sqlite") as ledger:
+        with closing(sqlite3.connect(self.fleet.place / "ledger" / "usage.sqlite")) as ledger:
             return ledger.execute(
                 f"SELECT {columns} FROM usage WHERE requested_model = ? AND {where}", (self.model,)
             ).fetchall()

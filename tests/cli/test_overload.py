@@ -7,6 +7,7 @@ import json
 import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -71,7 +72,7 @@ def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNames
 
         with overload.Stack(place, sys.executable, "penstock-demo", PROCESSES) as stack:
             measured = asyncio.run(measure(stack))
-        with sqlite3.connect(place / "state" / "ledger" / "usage.sqlite") as ledger:
+        with closing(sqlite3.connect(place / "state" / "ledger" / "usage.sqlite")) as ledger:
             asked = "SELECT outcome, count(*), sum(completion_tokens) FROM usage WHERE tenant != 'platform'"
             rows = ledger.execute(f"{asked} GROUP BY outcome").fetchall()
         measured.ledger = {outcome: (count, tokens) for outcome, count, tokens in rows}

@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -262,7 +263,7 @@ def test_limits_and_the_ledger(served: Place) -> None:
         assert len(client.embeddings.create(model="vectors", input=["w1"] * 2048).data) == 2048
 
     def rows() -> list[tuple]:
-        with sqlite3.connect(f"file:{served.ledger / 'usage.sqlite'}?mode=ro", uri=True) as database:
+        with closing(sqlite3.connect(f"file:{served.ledger / 'usage.sqlite'}?mode=ro", uri=True)) as database:
             return database.execute(
                 "select endpoint, served_model, prompt_tokens, completion_tokens, outcome from usage "
                 "where tenant = 'small'"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: in
             assert json.loads(answer.body)["error"]["code"] == "draining"
     finally:
         server.close()
-    with sqlite3.connect(ledger / "usage.sqlite") as database:
+    with closing(sqlite3.connect(ledger / "usage.sqlite")) as database:
         rows = database.execute("SELECT outcome, error, recovered, completion_tokens FROM usage").fetchall()
     assert {row[:3] for row in rows} == {("failed", "Draining", 0)}
     # Those that are not streamed got nothing.

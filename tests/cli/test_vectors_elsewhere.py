@@ -6,6 +6,7 @@ import os
 import signal
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -78,7 +79,9 @@ def test_a_worker_dies_in_the_middle(tmp_path: Path) -> None:
             torch.testing.assert_close(found[number][:40], right, atol=1e-5, rtol=0)
 
         def rows() -> list[tuple]:
-            with sqlite3.connect(f"file:{tmp_path / 'ledger/usage.sqlite'}?mode=ro", uri=True) as database:
+            with closing(
+                sqlite3.connect(f"file:{tmp_path / 'ledger/usage.sqlite'}?mode=ro", uri=True)
+            ) as database:
                 return database.execute("select prompt_tokens, outcome from usage").fetchall()
 
         server.until(lambda: len(rows()) >= len(keys), "a row is missing")

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Pair:
 
     def records(self, cell: Any) -> list[tuple[str, ...]]:
         path = Path(cell.config.ledger.directory) / "usage.sqlite"
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection:
             wanted = "tenant, worker, origin, origin_id, request_id, completion_tokens, outcome"
             return connection.execute(f"SELECT {wanted} FROM usage").fetchall()
 

@@ -5,6 +5,7 @@ record.
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgspec
 import openai
@@ -37,9 +38,9 @@ def tenant(kit, tmp_path):
 
 def usage_rows(directory):
     """The ledger's records, as the database has them."""
-    connection = sqlite3.connect(directory / "usage.sqlite")
-    connection.row_factory = sqlite3.Row
-    return [dict(row) for row in connection.execute("SELECT * FROM usage ORDER BY ended_ns")]
+    with closing(sqlite3.connect(directory / "usage.sqlite")) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(row) for row in connection.execute("SELECT * FROM usage ORDER BY ended_ns")]
 
 
 def ask(kit, running, *, key=None, **fields):

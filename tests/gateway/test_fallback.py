@@ -4,6 +4,7 @@ prompt of its own.
 
 import sqlite3
 import threading
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -61,9 +62,10 @@ def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, 
     assert status == 503
     assert "retry-after" in head
     running.stop()
-    rows = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
-        "SELECT requested_model, served_model, route_reason, outcome, completion_tokens FROM usage"
-    )
+    with closing(sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")) as ledger:
+        rows = ledger.execute(
+            "SELECT requested_model, served_model, route_reason, outcome, completion_tokens FROM usage"
+        ).fetchall()
     short = [row for row in rows if row[3:] == ("finished", 5)]
     assert short == [("tiny", "small", "unavailable", "finished", 5)]
 

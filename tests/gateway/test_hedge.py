@@ -5,6 +5,7 @@ sockets.
 import contextlib
 import sqlite3
 import threading
+from contextlib import closing
 
 import msgspec
 from fake_backend import FakeBackend
@@ -71,10 +72,10 @@ def test_whoever_is_at_a_slow_worker_is_answered_by_another_and_billed_once(kit,
         running.wait_until(lambda: not slow.num_streams and not quick.num_streams)
         reported = hedges(running)
     assert reported["won"] >= 1
-    rows = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
-        "SELECT attempts, outcome, completion_tokens, worker FROM usage WHERE completion_tokens = 6"
-    )
-    found = list(rows)
+    with closing(sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")) as ledger:
+        found = ledger.execute(
+            "SELECT attempts, outcome, completion_tokens, worker FROM usage WHERE completion_tokens = 6"
+        ).fetchall()
     assert len(found) == 4, "one record each, and the loser's tokens are in none"
     assert {row[1:] for row in found} == {("finished", 6, "tiny-1")}
     assert sum(row[0] == 2 for row in found) == reported["won"]

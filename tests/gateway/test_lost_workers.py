@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -116,8 +117,8 @@ def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, t
 
     settled: list[int] = []
     uvloop.run(main())
-    ledger = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")
-    rows = ledger.execute("SELECT attempts, outcome FROM usage ORDER BY ended_ns").fetchall()
+    with closing(sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")) as ledger:
+        rows = ledger.execute("SELECT attempts, outcome FROM usage ORDER BY ended_ns").fetchall()
+        (tokens,) = ledger.execute("SELECT sum(prompt_tokens + completion_tokens) FROM usage").fetchone()
     assert rows == [(1, "finished")] * 2 + [(2, "finished")] * 2
-    (tokens,) = ledger.execute("SELECT sum(prompt_tokens + completion_tokens) FROM usage").fetchone()
     assert settled == [tokens], "the limiter counts what the ledger has"

@@ -5,6 +5,7 @@ record.
 import itertools
 import json
 import sqlite3
+from contextlib import closing
 
 import msgspec
 import openai
@@ -158,9 +159,8 @@ def test_one_record_with_two_attempts(kit, start, tmp_path) -> None:
         answer = client.chat.completions.create(**kit.chat(max_tokens=12))
     assert 'penstock_migrations_total{model="tiny"} 1' in running.metrics.render().decode()
     running.stop()
-    (row,) = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
-        "SELECT attempts, outcome, prompt_tokens, completion_tokens FROM usage"
-    )
+    with closing(sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")) as ledger:
+        (row,) = ledger.execute("SELECT attempts, outcome, prompt_tokens, completion_tokens FROM usage")
     assert row == (2, "finished", answer.usage.prompt_tokens, 12)
 
 
@@ -174,9 +174,8 @@ def test_a_client_that_leaves_while_its_stream_waits_pays_for_what_it_got(kit, s
         stream.close()
     running.wait_until(lambda: running.gateway.num_accepted == 0)
     running.stop()
-    (row,) = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
-        "SELECT attempts, outcome, prompt_tokens, completion_tokens FROM usage"
-    )
+    with closing(sqlite3.connect(tmp_path / "ledger" / "usage.sqlite")) as ledger:
+        (row,) = ledger.execute("SELECT attempts, outcome, prompt_tokens, completion_tokens FROM usage")
     assert row[:2] == (1, "cancelled")
     assert row[2] > 0
     assert row[3] >= 2

@@ -8,6 +8,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ class Route:
         """End it; what the ledger has of each request."""
         self.server.process.send_signal(signal.SIGINT)
         self.server.wait_ended()
-        with sqlite3.connect(self.place / "ledger" / "usage.sqlite") as ledger:
+        with closing(sqlite3.connect(self.place / "ledger" / "usage.sqlite")) as ledger:
             return ledger.execute(
                 "SELECT served_model, route_reason, outcome, attempts, completion_tokens, cost_micros, "
                 "tenant FROM usage"

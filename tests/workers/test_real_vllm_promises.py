@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def stream(number: int, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def ledger(place: Path, columns: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(place / "ledger" / "usage.sqlite") as database:
+    with closing(sqlite3.connect(place / "ledger" / "usage.sqlite")) as database:
         return database.execute(f"SELECT {columns} FROM usage").fetchall()
 
 
