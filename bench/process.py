@@ -72,13 +72,11 @@ class Served(Process):
         place: Path,
         config: Mapping[str, object] | str,
         *,
-        tree: Path | None = None,
         command: Sequence[str] = SERVE,
         cwd: Path | None = None,
         **environment: str,
     ) -> None:
-        """`config`: may be empty. `tree`: of which source tree; else of the package that is installed.
-        `cwd`: where paths in `command` begin; else `place`.
+        """`config`: may be empty. `cwd`: where paths in `command` begin; else `place`.
 
         Raises:
             RuntimeError: it did not start.
@@ -88,8 +86,7 @@ class Served(Process):
         text = config if isinstance(config, str) else json.dumps(config)  # JSON is YAML.
         file = place / "penstock.yaml"
         file.write_text(text)
-        source = str(tree.resolve()) if tree else ""
-        where = {"PENSTOCK_STATE_DIR": str(place / "state"), "PYTHONPATH": source}
+        where = {"PENSTOCK_STATE_DIR": str(place / "state"), "PYTHONPATH": ""}
         super().__init__(
             *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
             log=place / "log", cwd=cwd or place, **where, **environment,
