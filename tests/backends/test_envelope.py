@@ -205,6 +205,30 @@ def test_answers_whose_events_are_never_alike_are_taken_apart_a_few_times_only()
     assert reader.num_read <= len(events) + 4
 
 
+OTHERS = {
+    "of another choice": [event("chat", " a"), event("chat", " b", index=1)],
+    "with the same beginning": [event("chat", " a"), event("chat", " b", stop_reason=None)],
+    "with the same beginning only": [event("chat", " b", stop_reason=None)],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_a_read_is_split_once_whatever_stands_between_similar_events(others: str) -> None:
+    class Counting(Envelopes):
+        num_bytes = 0
+
+        def _holes(self, block: bytes) -> tuple[list[bytes], int]:
+            self.num_bytes += len(block)
+            return super()._holes(block)
+
+    reader = ChatReader(REQUEST)
+    envelopes, one = Counting(reader), json.dumps(event("chat", " a")).encode()
+    envelopes.learn(one, reader.read(one))
+    block = block_of([json.dumps(each).encode() for each in OTHERS[others] * 200])
+    assert len(list(envelopes.sort(block, joins=True))) == 200 * len(OTHERS[others])
+    assert 0 < envelopes.num_bytes <= 2 * len(block)
+
+
 texts = st.text(max_size=12) | st.sampled_from(WORDS)
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import LimitsConfig
-from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
+from penstock.errors import Draining, EngineFault, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.contracts import Pass
 from penstock.policy.estimates import OutputLengths
 from penstock.policy.flow import (
@@ -132,6 +132,35 @@ def test_an_end_is_worth_a_look_only_where_something_waits_for_the_room() -> Non
     made.ended(2 * S, RequestId("r2"), Outcome.FINISHED, Usage(prompt_tokens=32, completion_tokens=5))
     assert made.is_due
     assert started(made, 2 * S) == ["r3"]
+
+
+def test_the_end_of_the_last_one_that_waits_is_worth_a_look() -> None:
+    made = control()
+    accept(made, "r1", "r2")
+    assert started(made) == ["r1"]
+    made.failed(S, RequestId("r2"), EngineFault("its reply met a bug"), retry=False)
+    assert made.is_due
+    assert started(made, S) == []
+    assert not made.is_due
+    accept(made, "r3", "r4", now_ns=100 * S)
+    end(made, "r1", now_ns=100 * S)
+    assert started(made, 100 * S) == ["r3"]
+    assert made.model_queue("m").gap_ns == 0, "nothing waited between the two starts"
+
+
+def test_so_is_that_of_one_that_a_worker_is_kept_free_for() -> None:
+    made = control(running=0, skip_s=1)
+    made.set_worker(0, "m", W, WorkerView(max_running=4, kv_blocks_total=30))
+    accept(made, "runs", prompt_tokens=320)
+    accept(made, "large", prompt_tokens=400)
+    assert started(made) == ["runs"]
+    assert started(made, 2 * S) == []
+    workers = made.model_queue("m").workers
+    assert workers.held is not None
+    made.failed(2 * S, RequestId("large"), EngineFault("its reply met a bug"), retry=False)
+    assert made.is_due
+    assert started(made, 2 * S) == []
+    assert workers.held is None
 
 
 def test_a_client_that_leaves_the_queue_is_settled_at_once_and_was_given_nothing() -> None:

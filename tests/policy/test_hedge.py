@@ -128,8 +128,11 @@ def test_whichever_fails_the_other_goes_on_and_a_retry_follows_only_when_both_ha
 def test_a_client_that_leaves_ends_both() -> None:
     made = Made(W, V)
     first, second = made.race()
+    assert not made.control.is_due
     assert made.control.cancel(120 * MS, R) == Abort(R, first)
+    assert made.control.is_due, "though nothing waits"
     assert made.do(120 * MS) == [Abort(R, second, 2)]
+    assert not made.control.is_due
     assert made.control.ended(130 * MS, R, Outcome.CANCELLED).outcome is Outcome.CANCELLED
     assert made.worker(first).booked == made.worker(second).booked == 0
     assert made.reported == {HedgeOutcome.ENDED: 1}

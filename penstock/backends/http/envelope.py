@@ -63,8 +63,8 @@ class Envelopes:
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
     def sort(self, block: bytes, *, joins: bool) -> Iterator[bytes | Piece]:
-        """Whole events (`EventReader.whole`) in their order: similar ones decoded, runs of them as one if it
-        `joins`; others as their data. A pattern that one event teaches serves those behind it.
+        """Whole events (`EventReader.whole`) in their order: similar ones decoded, the first run of them as
+        one if it `joins`; others as their data. A pattern that one event teaches serves those behind it.
         """
         if not self._before and self._num_trials >= _TRIALS_MAX:  # None are alike.
             for each in block[:-2].split(b"\n\n"):
@@ -74,9 +74,12 @@ class Envelopes:
         at, runs, size = 0, joins, len(block)
         while at < size:
             if self._before and block.startswith(self._before, at):
-                found = self._run(block[at:]) if runs else None
+                found = None
+                if (
+                    runs
+                ):  # Once in a block: events of two kinds in turn would be split again for each of them.
+                    found, runs = self._run(block[at:]), False
                 if found is None:
-                    runs = False  # A block that is not what it seems is looked through once only.
                     found = self._run(block[at : block.find(b"\n\n", at) + 2])
                 if found is not None:
                     num_bytes, piece = found

@@ -200,11 +200,15 @@ class Dispatcher:
         self._driver.first_output(
             now_ns, request, request.attempt, cached_tokens=usage and usage.cached_tokens
         )
+        if self.control.is_due:  # Its worker was busy with its prompt, or kept apart for it.
+            self._dispatch_soon()
 
     def on_tokens(self, reply: Reply) -> None:
         """See `ReplyListener`: a slice is full."""
         if self._driver.output(self._clock.now_ns(), _request_of(reply), reply.num_produced):
             reply.next_slice = reply.num_produced + self._slice_tokens
+        if self.control.is_due:  # It continues here, and has begun.
+            self._dispatch_soon()
 
     def on_attempt_failed(self, reply: Reply, error: PenstockError) -> bool:
         """See `ReplyListener`."""

@@ -7,8 +7,8 @@ placement.
 
 An event's consequences are those that the table of flow.py names, carried out by transitions.py and nowhere
 else. All parts are pure, and so is this: the driver calls it, from the gateway's event loop or the
-simulator's heap. Nothing here is called by itself. After `arrive`, a worker's report, an end (if it `is_due`
-then), or at `next_ns`, call `dispatch`.
+simulator's heap. Nothing here is called by itself. After `arrive`, a worker's report, a first output or an
+end (if it `is_due` then), or at `next_ns`, call `dispatch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -334,7 +334,7 @@ class FlowControl:
     @property
     def is_due(self) -> bool:
         """Whether `dispatch` has something to do now: what changed where nothing waits needs no look."""
-        return bool(self._pending) or any(each.queue.num_waiting for each in self._dirty.values())
+        return bool(self._pending) or any(each.needs_look for each in self._dirty.values())
 
     def next_ns(self, now_ns: int) -> int | None:
         """When `dispatch` must be called if nothing happens until then; not before `now_ns`.

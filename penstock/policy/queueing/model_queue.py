@@ -115,6 +115,11 @@ class ModelQueue:
             self._down_ns = now_ns
         self.queue.set_slots(self.workers.num_slots)
 
+    @property
+    def needs_look(self) -> bool:
+        """Whether `next_start` has something to do: a request waits, or the last one left otherwise."""
+        return self.queue.num_waiting > 0 or self._last_ns is not None or self.held is not None
+
     def next_start(self, now_ns: int) -> tuple[Work, WorkerCapacity] | None:
         """The next request to start and where, taken from the queue and booked; None when nothing can
         start.

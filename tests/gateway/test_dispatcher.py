@@ -1,0 +1,192 @@
+"""When flow control is asked again: after whatever may have made room, and not where nothing waits for it."""
+
+import asyncio
+import io
+from types import SimpleNamespace
+
+from fake_backend import FakeBackend
+from fleets import fleet_of
+
+from penstock.backends.base import Delta, Finish, GenerateRequest
+from penstock.clock import NS_PER_S, ManualClock
+from penstock.config.ledger import LedgerConfig, PricesConfig
+from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import LogConfig
+from penstock.errors import StreamBroken
+from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.relay.reply import Context, Reply, StreamSlots
+from penstock.policy.flow import RequestFacts
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.limits.price import PriceList
+from penstock.policy.queueing.capacity import WorkerCapacity
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.resilience.anomalies import Anomalies
+from penstock.policy.terms import QueueTerms
+from penstock.rng import IdSource
+from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import RequestId, SamplingParams
+
+NEVER_S = 3600.0
+TURNS = 4
+"""Of the event loop: more than there are between an event and its consequences, and no time at all."""
+
+
+class OnePrompt(Pace):
+    """A worker computes one prompt at a time; and counts what was learned."""
+
+    def __init__(self) -> None:
+        super().__init__(AdmissionConfig())
+        self.num_learned = 0
+
+    def is_busy(self, worker: WorkerCapacity) -> bool:
+        return worker.num_pending > 0
+
+    def learn(self) -> None:
+        self.num_learned += self.has_lesson
+        super().learn()
+
+
+class Silent(Reply):
+    """Tells its client nothing."""
+
+    def complete(self) -> None:
+        assert self.error is None
+
+    def send_error(self, error: Exception) -> None:
+        assert self.error is error
+
+
+class Output:
+    """The sink of a reply's only choice."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def on_delta(self, delta: Delta) -> None:
+        self._reply.first_output()
+        self._reply.count(len(delta.token_ids))
+
+    def on_finish(self, finish: Finish) -> None:
+        self._reply.choice_finished(0, finish)
+
+
+class Desk:
+    """A dispatcher in front of one worker, whose output the test plays."""
+
+    def __init__(self, *, max_running: int = 4, **queue: float) -> None:
+        self.clock = ManualClock()
+        self.pace, log = OnePrompt(), Log(LogConfig(), self.clock, stream=io.StringIO())
+        self.backend = FakeBackend(self.clock, step_s=NEVER_S, max_running=max_running)
+        self.control = FlowControl(
+            QueueTerms(**{"worker_credit": 0, "kept_share": 0, **queue}), Policies(pace=lambda: self.pace)
+        )
+        policies = SimpleNamespace(
+            control=self.control,
+            anomalies=Anomalies(NS_PER_S),
+            limiter=SimpleNamespace(headers=lambda now_ns, tenant: ()),
+            health=Policies().health,
+            prices=PriceList(PricesConfig()),
+            slice_tokens=64,
+            hedges=None,
+            shed_kv_above=1.0,
+        )
+        self.dispatcher = Dispatcher(
+            policies,
+            fleet_of(self.clock, {"m": self.backend}),
+            ledger=Ledger(LedgerConfig(enabled=False), self.clock, log),
+            slots=StreamSlots(100),
+            metrics=Metrics(["m"], version="test"),
+            clock=self.clock,
+            log=log,
+        )
+        self.num_looks = 0
+        self.dispatcher.on_dispatched = self._looked
+
+    def _looked(self) -> None:
+        self.num_looks += 1
+
+    async def ask(self, name: str, *, max_tokens: int = 9) -> None:
+        exchange = SimpleNamespace(
+            request=None, trace=None, first_ns=None, first_usage=None, outcome=None, error=None,
+            is_open=True, headers=(), cell="", migrated="", migration="",
+        )  # fmt: skip
+        reply = Silent(
+            Context(
+                exchange=exchange, clock=self.clock, listener=self.dispatcher, head=None, ids=IdSource(seed=1)
+            )
+        )
+        request = GenerateRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=(1,) * 32,
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+        facts = RequestFacts(id=RequestId(name), route="m", prompt_tokens=32, max_tokens=max_tokens)
+        self.dispatcher.submit(facts, reply, [(request, Output(reply))], None)
+        await turns()
+
+    def step(self, name: str) -> None:
+        """After a second the worker gives a token of this attempt."""
+        self.clock.advance(NS_PER_S)
+        self.backend._streams[RequestId(name)].step()
+
+    @property
+    def running(self) -> set[str]:
+        """Attempts."""
+        return set(self.backend._streams)
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def on_a_loop(test):
+    return lambda: asyncio.run(test())
+
+
+@on_a_loop
+async def test_the_room_that_a_first_output_makes_is_given_away_at_once() -> None:
+    desk = Desk()
+    await desk.ask("first")
+    await desk.ask("second")
+    assert desk.running == {"first"}, "the worker computes its prompt"
+    desk.step("first")
+    await turns()
+    assert desk.running == {"first", "second"}
+    looks = desk.num_looks
+    desk.step("second")
+    await turns()
+    assert desk.num_looks == looks, "nothing waits for the room that this one makes"
+
+
+@on_a_loop
+async def test_so_is_that_of_the_first_output_of_an_answer_that_goes_on() -> None:
+    desk = Desk()
+    await desk.ask("first")
+    desk.step("first")
+    desk.backend.fail(RequestId("first"), StreamBroken("its connection broke"))
+    await turns()
+    await desk.ask("second")
+    assert desk.running == {"first~2"}, "the worker computes its prompt again"
+    desk.step("first~2")
+    await turns()
+    assert desk.running == {"first~2", "second"}
+
+
+@on_a_loop
+async def test_an_end_is_looked_at_only_where_something_waits_for_the_room() -> None:
+    desk = Desk(max_running=1)
+    await desk.ask("first", max_tokens=1)
+    await desk.ask("second", max_tokens=1)
+    looks = desk.num_looks
+    desk.step("first")
+    await turns()
+    assert (desk.running, desk.num_looks) == ({"second"}, looks + 1)
+    learned = desk.pace.num_learned
+    desk.step("second")
+    assert desk.pace.has_lesson, "its client has its answer first"
+    await turns()
+    assert (desk.num_looks, desk.pace.num_learned) == (looks + 1, learned + 1)
