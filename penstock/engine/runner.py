@@ -172,7 +172,7 @@ class Runner:
 
     def idle(self) -> bool:
         """See `Prepares`."""
-        return self._cache.commit_idly()
+        return self._cache.commit_idly() or (self.proposer is not None and self.proposer.idle())
 
     def weight_check(self, clock: Clock) -> WeightCheck:
         """The background check of its weights in idle time."""
