@@ -226,6 +226,7 @@ class Scheduler:
 
     def decode_together(self, draw: Draw | None) -> None:
         """On virtual time: list no rows that decode beside prompts, `draw` gives their tokens. None: list."""
+        assert draw is None or self._planner.speculation is None, "drafts are per row"
         self._draw, self._builder = draw, StepBuilder if draw is None else StepTogether
         for flight in self._flights if draw is None else ():
             flight.list_beside(is_counted_in=True)
@@ -245,8 +246,7 @@ class Scheduler:
         assert not self._flights, "apply a plan in flight first"
         ended = self._fast_forward.over(self._step, times_ns, draw)
         self._step += len(times_ns) - 1
-        end_ns = times_ns[-1]
-        return StepOutcome([self._ended_by(each, each.tokens[-1], end_ns) for each in ended])
+        return StepOutcome([self._ended_by(each, each.tokens[-1], times_ns[-1]) for each in ended])
 
     @property
     def running(self) -> Sequence[Request]:

@@ -156,7 +156,9 @@ class Ledger:
             self._flush_soon()
 
     def close(self, record: UsageRecord) -> None:
-        """It is over; exactly once. That is written when this returns."""
+        """It is over; exactly once. The journal has it and it is written when this returns, unless the disk
+        takes nothing: then with the next flush.
+        """
         if self._journal is not None:
             self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._journal.flush()

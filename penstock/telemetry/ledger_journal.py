@@ -1,8 +1,8 @@
 """The journal: what one gateway process knows of its requests, on disk before anything is done about it.
 
 `open`, `slice` and `close` only append to a list; `flush` writes the list in one system call, once per
-iteration of the event loop and before that iteration starts or ends any work. Written bytes survive the
-process (`kill -9`); the `sync` of another thread makes it survive the machine.
+iteration of the event loop before that iteration starts any work, and at once for each end. Written bytes
+survive the process (`kill -9`); the `sync` of another thread makes it survive the machine.
 
 A segment is set aside on disk in full when it is made, and the next one as soon as a quarter of the room is
 left: a full disk is noticed while there is still room for the ends of all that was begun. A segment is
@@ -157,7 +157,7 @@ class Journal:
         live = self._live.pop(record.request_id)
         self._slices.pop(record.request_id, None)
         if self._append(to_frame(_CLOSE, encode(record))):
-            self._unpins.append((self._num_appended, live.sequence))  # `_unpin_when_written`.
+            self._unpin_when_written(live.sequence)
             self.closed += 1
         else:
             self._unpin(live.sequence)

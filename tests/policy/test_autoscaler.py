@@ -349,18 +349,22 @@ def test_cold_starts_are_those_that_were_measured() -> None:
 
 
 def test_a_forecast_knows_the_time_of_the_day_and_a_naive_one_does_not() -> None:
+    """The naive ones: what comes now, and that with its damped trend, as before a whole season was seen."""
+
     def rate(at_s: float) -> float:
         return 100.0 if at_s % 3600 < 1800 else 1000.0
 
-    wrong: dict[str, float] = {}
-    for kind in ("seasonal", "trend", "last"):
-        demand = Demand(season_s=3600.0, kind=kind)
-        off = []
-        for at_s in range(0, 4 * 3600, 5):
-            demand.take(float(at_s), 5.0, 5 * rate(at_s))
-            if at_s > 3600 and 1700 <= at_s % 3600 < 1790:
-                off.append(abs(demand.expected(100.0) - 1000.0))
-        wrong[kind] = sum(off) / len(off)
+    demand, unseasoned = Demand(season_s=3600.0), Demand(season_s=30 * 86_400.0)
+    off: dict[str, list[float]] = {"seasonal": [], "trend": [], "last": []}
+    for at_s in range(0, 4 * 3600, 5):
+        for each in (demand, unseasoned):
+            each.take(float(at_s), 5.0, 5 * rate(at_s))
+        if at_s > 3600 and 1700 <= at_s % 3600 < 1790:
+            said = demand.expected(100.0), unseasoned.expected(100.0), demand.level
+            for kind, expected in zip(off, said, strict=True):
+                off[kind].append(abs(expected - 1000.0))
+    assert not unseasoned.season
+    wrong = {kind: sum(each) / len(each) for kind, each in off.items()}
     assert wrong["seasonal"] < wrong["last"] / 3, wrong
     assert wrong["seasonal"] < wrong["trend"] / 3, wrong
 

@@ -17,6 +17,7 @@ predicted ones end by themselves. Fed by worker_cache_view.py; asked by placemen
 tokens, no sockets and no clock.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -114,8 +115,9 @@ class _Holder:
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
-        self.predicted: dict[int, int] = {}
-        """Key -> when it ends; the first one to end, and to be forgotten, comes first."""
+        self.predicted: OrderedDict[int, int] = OrderedDict()
+        """Key -> when it ends; the first one to end, and to be forgotten, comes first. A plain dict would
+        step over all that left at its front."""
         self.predicted_max = predicted_max
         self.last_until_ns = 0
         self.is_due = False
@@ -246,8 +248,9 @@ class PrefixIndex:
         is_new = bool(new) and self._predict_new(holder, new, until_ns)
         if old and predicted and not predicted.keys().isdisjoint(old):
             for key in reversed(old):
-                if predicted.pop(key, None) is not None:
+                if key in predicted:
                     predicted[key] = until_ns
+                    predicted.move_to_end(key)
         if predicted:
             self._forget_over(holder)
             self._put_due(holder)
@@ -259,7 +262,6 @@ class PrefixIndex:
         predicted, bit, is_new = holder.predicted, holder.bit, False
         if not predicted:
             holder.thinned = self._num_thinned
-        again, entered = predicted.keys() & keys if predicted else (), list[int]()
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
             mask = shard.get(key)
@@ -269,12 +271,11 @@ class PrefixIndex:
                     self._thin(shard)
             elif not mask & bit:
                 shard[key], is_new = mask | bit, True
-            elif key not in again:
+            elif key not in predicted:
                 continue  # It was reported.
-            entered.append(key)
-        for key in again:
-            del predicted[key]
-        predicted.update(dict.fromkeys(entered, until_ns))
+            if key in predicted:
+                predicted.move_to_end(key)
+            predicted[key] = until_ns
         holder.is_used = True
         return is_new
 
@@ -453,8 +454,7 @@ class PrefixIndex:
     def _forget_over(self, holder: _Holder) -> None:
         excess = len(holder.predicted) - holder.predicted_max
         if excess > 0:
-            for key in (gone := list(islice(holder.predicted, excess))):
-                del holder.predicted[key]
+            gone = [holder.predicted.popitem(last=False)[0] for _ in range(excess)]
             self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
 
     def _expire(self, now_ns: int) -> None:

@@ -6,10 +6,7 @@
 
 Level and trend are Holt's (1957), the season is a mean over days by the time of the day, known as seasonal
 naive. How far forecasts were off is measured (`error`), at the horizon at which they are used.
-`Kind` has the naive ones too: tests hold the whole against them.
 """
-
-from typing import Literal
 
 import msgspec
 
@@ -28,7 +25,6 @@ _KEEP = 0.5
 """The weight of earlier days beside the last one."""
 _ERROR_S = 1800.0
 _CHECKS_MAX = 256
-Kind = Literal["seasonal", "trend", "last"]
 
 
 class ForecastCheck(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +38,6 @@ class Demand(msgspec.Struct, kw_only=True):
     """One model's. Times are the wall clock's, in seconds: a season is one of days."""
 
     season_s: float = DAY_S
-    kind: Kind = "seasonal"
     level: float = 0.0
     fast: float = 0.0
     trend: float = 0.0
@@ -90,12 +85,11 @@ class Demand(msgspec.Struct, kw_only=True):
             self.checks.append(ForecastCheck(self.at_s + ahead_s, self._mean(ahead_s)))
 
     def _mean(self, ahead_s: float) -> float:
-        if self.kind == "last" or self.at_s < 0:
+        if self.at_s < 0:
             return self.level
-        if self.kind == "seasonal":
-            then = self._usual(self.at_s + ahead_s)
-            if self.usual > 0 and then >= 0:
-                return then * min(_RATIO[1], max(_RATIO[0], self.today / self.usual))
+        then = self._usual(self.at_s + ahead_s)
+        if self.usual > 0 and then >= 0:
+            return then * min(_RATIO[1], max(_RATIO[0], self.today / self.usual))
         damped_s = _DAMPING_S * (1 - 2.718281828 ** (-ahead_s / _DAMPING_S))
         return self.level + self.trend * damped_s
 

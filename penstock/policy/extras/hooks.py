@@ -152,14 +152,12 @@ _NS_PER_US = 1000
 class FirstTokens:
     """Times to first token of one gateway's external workers, by worker and class of prompt."""
 
-    __slots__ = ("_first_token_ns", "_known_ns", "_num_silent", "_windows")
+    __slots__ = ("_first_token_ns", "_num_silent", "_windows")
 
     def __init__(self, first_token_ns: int = 0) -> None:
         """`first_token_ns`: how long an attempt may take of which little is known; 0: any time."""
         self._first_token_ns = first_token_ns
         self._windows: dict[tuple[str, WorkerId, int], QuantileWindow] = {}
-        self._known_ns: dict[tuple[str, WorkerId, int], int] = {}
-        """Bounds of windows that have samples enough and have not changed since."""
         self._num_silent: dict[tuple[str, WorkerId], int] = {}
         """Attempts that were given up at a worker that has never given anything."""
 
@@ -167,14 +165,6 @@ class FirstTokens:
         """How long such an attempt may take there; 0: any time. `doubt_ns`: what is slow there, where the
         worker is in doubt.
         """
-        key = (route, worker, prompt_tokens.bit_length())
-        if not doubt_ns and (known_ns := self._known_ns.get(key)) is not None:
-            return known_ns
-        own = self._windows.get(key)
-        if not doubt_ns and own is not None and own.count >= SAMPLES_MIN:
-            usual_ns = FACTOR * _NS_PER_US * own.quantile(QUANTILE)
-            bound_ns = self._known_ns[key] = max(FIRST_MIN_NS, usual_ns)
-            return bound_ns
         usual_us, is_known = self._usual_us(route, worker, prompt_tokens)
         usual_ns = usual_us * _NS_PER_US
         least_ns = FIRST_MIN_NS if is_known else self._least_ns(route, worker, prompt_tokens)
@@ -221,13 +211,9 @@ class FirstTokens:
         window = self._windows.get(key)
         if window is None:
             if len(self._windows) >= _KEYS_MAX:
-                oldest = next(iter(self._windows))
-                del self._windows[oldest]
-                self._known_ns.pop(oldest, None)
+                del self._windows[next(iter(self._windows))]
             window = self._windows[key] = QuantileWindow(WINDOW)
-        took_us = ttft_ns // _NS_PER_US
-        window.add(min(AMOUNT_MAX, took_us))
-        self._known_ns.pop(key, None)
+        window.add(min(ttft_ns // _NS_PER_US, AMOUNT_MAX))
 
     def gave_up(self, route: str, worker: WorkerId, prompt_tokens: int, waited_ns: int) -> None:
         """An attempt was given up after so long. It counts as a little slower than what is usual, so that a
@@ -235,12 +221,10 @@ class FirstTokens:
         may take says nothing of a worker that has never given anything.
         """
         assert waited_ns > 0, waited_ns
-        size = prompt_tokens.bit_length()
-        window = self._windows.get((route, worker, size))
+        window = self._windows.get((route, worker, prompt_tokens.bit_length()))
         if window is not None:
             limit_us = window.quantile(QUANTILE) * 5 // 4 + 1
             window.add(min(waited_ns // _NS_PER_US, limit_us))
-            self._known_ns.pop((route, worker, size), None)
             return
         was_long = 0 < self.unseen_ns(prompt_tokens) <= waited_ns
         if was_long and not self._usual_us(route, worker, prompt_tokens)[0]:

@@ -16,13 +16,13 @@ other model lets in what it can answer in time. Nothing falls back that has give
 
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import cast
 
 import msgspec
 
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.contracts import Health, Pass, RouteLoad
+from penstock.policy.contracts import Health, Pass, Refusal, RouteLoad, TokenHold
 from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
@@ -108,9 +108,9 @@ class Accounts:
             held = levels.reserve(now_ns, tenant, prompt, expected, key=key, user=user, request_id=name)
         else:
             held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
-        if (error := getattr(held, "error", None)) is not None:
-            return Refused(name, "limits", error())
-        tokens: Any = held
+        if hasattr(held, "error"):
+            return Refused(name, "limits", cast("Refusal", held).error())
+        tokens = cast("TokenHold", held)
         price = self._first_price(facts) if policies.prices.are_any else 0
         money = price if price or tenant.has_budget else None
         if money is not None and (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
@@ -274,7 +274,7 @@ class Transitions:
             self._policies.health.succeeded()
             for finished in self._hooks.finished:
                 finished(facts)
-        model_queue.queue.bands[request.level].end(request)
+        model_queue.queue.end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         model_queue = request.model_queue

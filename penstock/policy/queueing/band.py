@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.terms import BandTerms
-from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.types import RequestId, TenantId, WorkerId
 
 _PACE = 16
@@ -365,8 +365,7 @@ class Band:
 
     def charge(self, work: Work, tenths: int) -> None:
         """Let the tenant's counter hold `tenths` for this request, in place of what it held."""
-        assert work.weight > 0, work.weight
-        charge = round(tenths * UNIT / work.weight)  # `fair_share.share`.
+        charge = share(tenths, work.weight)
         if charge == work.charged:
             return
         line = self._lines[work.tenant]

@@ -288,14 +288,9 @@ class ModelQueue:
 
     def overloaded(self, full: Full) -> Overloaded:
         """The error of whom the queue did not take."""
-        whose = {
-            "tenant": "your share of the queue is",
-            "band": "the queue of your band is",
-            "queue": "the queue is",
-        }
-        return Overloaded(
-            f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=self.retry_after_s()
-        )
+        whose = {"tenant": "your share of the queue", "band": "the queue of your band", "queue": "the queue"}
+        why = f"{whose[full.bound]} is full: {full.limit} {full.unit} at most"
+        return Overloaded(why, retry_after_s=self.retry_after_s())
 
     def load(self, now_ns: int, work: Work) -> RouteLoad:
         """How the model stands for a request that does not wait here yet."""
@@ -336,12 +331,10 @@ class ModelQueue:
         the others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
         workers = self.workers
-        rows, free = workers.num_slots - workers.num_spare, workers.num_slots - workers.num_running
-        if 0 < free > workers.num_spare + self._config.headroom * rows + 1:
-            return None  # As nearly always.
+        rows = workers.num_slots - workers.num_spare
         headroom = math.ceil(self._config.headroom * rows) if rows >= _HEADROOM_ROWS else 0
         reserve = max(0, workers.num_spare + headroom)  # Rows that are kept free are headroom already.
-        if free > reserve:
+        if workers.num_slots - workers.num_running > reserve:
             return None
         num_active = sum([band.num_active for band in self.queue.bands])
         return _OVER * workers.num_slots / num_active if num_active > 1 else None

@@ -223,9 +223,6 @@ class FleetHealth:
 
     def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
         """It ended there: None if it ended well, or its client or this gateway ended it."""
-        if error is None:
-            self._forget(route, worker_id)
-            return
         if isinstance(error, WorkerBusy):
             self._rest(now_ns, route, worker_id, error.retry_after_s)
         if isinstance(error, WorkerError) and (breaker := self._breaker(route, worker_id)) is not None:
