@@ -76,11 +76,13 @@ def _script() -> tuple[str, ...]:
     return (os.path.relpath(sys.argv[0]),) if spec is None else ("-m", spec.name)
 
 
-def commit() -> str:
-    """The commit that is checked out, with "+" if files differ from it; empty outside a repository."""
+def commit(tree: Path = REPOSITORY) -> str:
+    """The commit that is checked out, with "+" if files differ from it; empty where no repository begins."""
     try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        if Path(_git(tree, "rev-parse", "--show-toplevel")) != tree.resolve():
+            return ""  # It only lies within one.
+        head = _git(tree, "rev-parse", "--short", "HEAD")
+        return head + ("+" if _git(tree, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -196,8 +198,6 @@ def write_result(
     print(f"written: {path}", file=sys.stderr)
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True
-    )
+def _git(tree: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()

@@ -1,14 +1,18 @@
+import ctypes
 import gc
+import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from penstock.gc_tuning import _heap_ranges, rare_gc, tune_server
+from penstock.gc_tuning import _heap_ranges, _use_huge_pages, rare_gc, tune_server
 
 MIB = 1 << 20
 OFFER = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+COLLAPSE = 25
 
 
 def test_a_server_lets_no_thread_keep_the_interpreter_for_long_and_collects_rarely() -> None:
@@ -50,7 +54,36 @@ def test_a_heap_in_use_is_moved_to_huge_pages_and_no_stack_file_or_rest_of_a_pag
     assert _heap_ranges("".join(smaps)) == [(4 * MIB, 8 * MIB), (20 * MIB, 22 * MIB)]
 
 
-@pytest.mark.skipif(not OFFER.exists() or "[never]" in OFFER.read_text(), reason="no huge pages here")
+@pytest.fixture
+def huge_pages() -> None:
+    """Tests with it need a system that moves memory into huge pages when it is asked to."""
+    if not OFFER.exists() or "[never]" in OFFER.read_text():
+        pytest.skip("no huge pages here")
+    with mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"1" * len(memory))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        where, length = ctypes.c_void_p(start + -start % (2 * MIB)), ctypes.c_size_t(2 * MIB)
+        if ctypes.CDLL(None).madvise(where, length, COLLAPSE):
+            pytest.skip("this system does not collapse pages when it is asked to (Linux 6.1 does)")
+
+
+@pytest.mark.usefixtures("huge_pages")
+def test_a_mapped_file_whose_name_is_no_text_does_no_harm(tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"\xff\r\x85")
+    with open(path, "w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert _use_huge_pages() > 0
+
+
+def test_an_operators_never_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = tmp_path / "enabled"
+    offer.write_text("always madvise [never]\n")
+    monkeypatch.setattr("penstock.gc_tuning._OFFER", offer)
+    assert _use_huge_pages() == 0
+
+
+@pytest.mark.usefixtures("huge_pages")
 def test_a_tuned_servers_objects_lie_in_huge_pages_and_are_what_they_were() -> None:
     script = """
 import hashlib, re

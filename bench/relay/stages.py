@@ -38,17 +38,17 @@ PATIENCE_S = 400.0
 """Until a gateway in valgrind answers."""
 
 STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "reading the request, who asks": (("http/connection.py:data_received", "app.py:handle"), ()),
+    "reading the request, who asks": (("http/connection.py:data_received",), ("http/begun.py:begin",)),
     "parsing it": (("openai_validate.py:parse_chat",), ()),
-    "the chat template": (("text/chat.py:render_values",), ()),
+    "the chat template": (("text/chat.py:render_values", "text/outline.py:prompt"), ()),
     "tokenizing": (("text/tokenizer.py:encode",), ()),
     "limits, admission, queue": (("lifecycle/control.py:arrive",), ()),
     "the ledger": (tuple(f"telemetry/ledger.py:{name}" for name in ("open", "slice", "close", "flush")), ()),
     "the rest of preparing and submitting": (
         ("api/generate.py:answer_chat",),
         (
-            "openai_validate.py:parse_chat", "text/chat.py:render_values", "text/tokenizer.py:encode",
-            "lifecycle/control.py:arrive", "telemetry/ledger.py:open",
+            "openai_validate.py:parse_chat", "text/chat.py:render_values", "text/outline.py:prompt",
+            "text/tokenizer.py:encode", "lifecycle/control.py:arrive", "telemetry/ledger.py:open",
         ),
     ),
     "placing": (("lifecycle/control.py:dispatch",), ()),
@@ -57,7 +57,7 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("http/client.py:data_received",),
         ("relay.py:on_delta", "collect.py:on_delta", "relay.py:on_finish", "collect.py:on_finish"),
     ),
-    "learning from the first output": (("lifecycle/control.py:first_output",), ()),
+    "learning from the first output": (("lifecycle/control.py:first_output", "queueing/pace.py:learn"), ()),
     "settling at the end": (("lifecycle/control.py:ended",), ()),
     "metrics, history, access log": (("gateway/app.py:finished",), ()),
     "writing to the client": (("http/connection.py:write",), ()),

@@ -20,7 +20,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from bench.harness import command_line, in_turns, ratio, table, write_result
+from bench.harness import command_line, commit, in_turns, ratio, table, write_result
 
 CHILD = '''
 import cProfile, io, json, pstats, sys, time
@@ -99,7 +99,9 @@ def main() -> None:
     reported: dict[str, dict[str, object]] = {}
     for index, tree in enumerate(args.tree):
         requests, found = calls(tree, *span)
-        each: dict[str, object] = {"requests": requests, "calls": sum(found.values()), "by_package": found}
+        each: dict[str, object] = {
+            "commit": commit(tree), "requests": requests, "calls": sum(found.values()), "by_package": found,
+        }  # fmt: skip
         if args.instructions:
             each["instructions"] = instructions(tree, *span)
         reported[f"tree {index}"] = each

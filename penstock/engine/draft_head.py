@@ -200,6 +200,10 @@ class DraftHead:
         """See `Proposer`."""
         return self._spent
 
+    def idle(self) -> bool:
+        """See `Proposer`: memory of its KV cache."""
+        return self._parts.cache.commit_idly()
+
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
         at, due = 0, list[_Pairs]()

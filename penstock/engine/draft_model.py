@@ -106,6 +106,10 @@ class DraftModel:
         """See `Proposer`."""
         return self._spent
 
+    def idle(self) -> bool:
+        """See `Proposer`: memory of its KV cache."""
+        return self._parts.cache.commit_idly()
+
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
     ) -> Int64Array:

@@ -52,7 +52,7 @@ from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.planning.roofline import CostFloor
-from penstock.protocol.worker import ModelInfo
+from penstock.protocol.worker import LOADING_WEIGHTS, ModelInfo
 from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
@@ -172,7 +172,7 @@ class Runner:
 
     def idle(self) -> bool:
         """See `Prepares`."""
-        return self._cache.commit_idly()
+        return self._cache.commit_idly() or (self.proposer is not None and self.proposer.idle())
 
     def weight_check(self, clock: Clock) -> WeightCheck:
         """The background check of its weights in idle time."""
@@ -310,7 +310,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
     computing = choose_computing(config, spec)
     dtype = computing.dtype
 
-    on_bytes = partial(on_progress, "loading weights")
+    on_bytes = partial(on_progress, LOADING_WEIGHTS)
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:

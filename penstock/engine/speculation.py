@@ -53,6 +53,10 @@ class Proposer(Protocol):
         """The time that guessing for the step took, where that is worth counting."""
         ...
 
+    def idle(self) -> bool:
+        """Nothing runs: prepare one thing. False: nothing is left."""
+        ...
+
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
     ) -> Int64Array:
@@ -99,6 +103,10 @@ class PromptLookup:
     def spent(self) -> Drafting | None:
         """See `Proposer`: microseconds."""
         return None
+
+    def idle(self) -> bool:
+        """See `Proposer`: it has nothing of its own."""
+        return False
 
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables

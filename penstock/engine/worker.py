@@ -14,6 +14,7 @@ to (exit code 78), or with its parent. Ctrl-C is the parent's business.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import logging
@@ -49,6 +50,7 @@ from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import (
     FALLING_ASLEEP,
+    LOADING_WEIGHTS,
     WARMING_UP,
     Fault,
     Loading,
@@ -234,9 +236,16 @@ def load(
     progress("importing", 0, 0)
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(_imported(module), factory)
-    # One that was asleep has it still.
-    vocabulary = begin_vocabulary(Path(launch.model_path)) if server.grammars is None else None
-    runner = build(launch.model_path, launch.engine, clock, progress)
+    vocabulary = functools.cache(lambda: begin_vocabulary(Path(launch.model_path)))
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        # No earlier: how much memory is free is asked before weights are read, and must not depend on how far
+        # a thread has come. One that was asleep has the vocabulary still.
+        if stage == LOADING_WEIGHTS and server.grammars is None:
+            vocabulary()
+        progress(stage, done, total)
+
+    runner = build(launch.model_path, launch.engine, clock, on_progress)
     progress(WARMING_UP, 0, 0)
     if wakes and isinstance(runner, WarmsUpAgain):
         runner.warm_up_again()
@@ -247,14 +256,16 @@ def load(
     return build_engine(runner, launch.engine, launch.hash_key, clock), info
 
 
-def _use_grammars(runner: StepRunner, vocabulary: Vocabulary | None, server: WorkerServer) -> ModelInfo:
+def _use_grammars(
+    runner: StepRunner, begun: Callable[[], Vocabulary | None], server: WorkerServer
+) -> ModelInfo:
     """Let requests bring grammars, if the runner can follow them and the tokenizer is fit for it."""
     info = runner.info
     if not isinstance(runner, FollowsGrammars):
         _log.info("no structured output: this runner does not hold answers to grammars")
         return info
     if server.grammars is None:  # Else it was asleep.
-        if vocabulary is None:
+        if (vocabulary := begun()) is None:
             _log.info("no structured output: the model has no tokenizer.json")
             return info
         try:

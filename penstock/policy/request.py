@@ -243,10 +243,6 @@ class Request(Work):
         else:
             self.used_by_choice.clear()
 
-    def used_by(self, choice: int) -> Usage | None:
-        """Usage of one choice; None while its stream runs."""
-        return self.used_by_choice.get(choice)
-
     def given(self) -> Usage:
         """The tokens that its client pays for: none of a whole answer that failed or was evicted."""
         if self.facts.is_whole and self.outcome in (Outcome.FAILED, Outcome.EVICTED):

@@ -21,13 +21,14 @@ from jinja2 import TemplateError, nodes
 from jinja2.visitor import NodeTransformer
 
 from penstock.errors import InvalidRequest
+from penstock.text.sandbox import RanAway
 from penstock.text.word_pattern import alternatives
 
 OUTLINES_MAX = 256
 """Forms of chats whose outlines one template keeps. When there are as many, it begins again."""
 _FAILURES = (
-    TemplateError, InvalidRequest, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-    ValueError,
+    TemplateError, InvalidRequest, RanAway, ArithmeticError, AttributeError, LookupError, RecursionError,
+    TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -75,16 +76,17 @@ class Outlines:
         add_generation_prompt, *roles = form
         names = [f"qz{self._nonce}x{number}zq" for number in range(len(roles))]
         outline: Outline | None = None
-        try:
-            rendered = self._render({
-                "messages": [
-                    {"role": role, "content": name} for role, name in zip(roles, names, strict=True)
-                ],
-                "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
-            })  # fmt: skip
-            outline = Outline(rendered, names)
-        except _FAILURES:
-            pass  # It reads texts on its way, or refuses these messages.
+        if self._has_word("\0".join(names)) is None:  # Else the names go where no text goes.
+            try:
+                rendered = self._render({
+                    "messages": [
+                        {"role": role, "content": name} for role, name in zip(roles, names, strict=True)
+                    ],
+                    "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
+                })  # fmt: skip
+                outline = Outline(rendered, names)
+            except _FAILURES:
+                pass  # It reads texts on its way, refuses these messages, or takes too much for them.
         if len(self._known) >= OUTLINES_MAX:
             self._known.clear()
         self._known[form] = outline
@@ -138,6 +140,8 @@ _FUNCTIONS = frozenset({"namespace", "range", "raise_exception"})
 _UNKNOWN = frozenset({
     "caller", "varargs", "kwargs", "self", "super", "strftime_now", "lipsum", "cycler", "joiner", "dict",
 })  # fmt: skip
+_MARKING = frozenset({"safe", "escape", "e", "forceescape"})
+"""Filters whose result escapes the texts that are put behind it."""
 _REASON = "reads a text"
 
 
@@ -152,6 +156,8 @@ def watch(tree: nodes.Template) -> frozenset[str]:
     flow = _Flow({macro.name: macro for macro in macros})
     if len(macros) != len(flow.macros):
         raise Unreadable("two macros of one name")
+    if taken := flow.macros.keys() & (_FUNCTIONS | _UNKNOWN):
+        raise Unreadable(min(taken))  # `_Fail` calls one of them, and elsewhere the name is not the macro.
     while flow.grew:
         flow.again()
         flow.body(tree.body)
@@ -180,7 +186,7 @@ class _Flow:
 
     def __init__(self, macros: dict[str, nodes.Macro]) -> None:
         self.macros = macros
-        self._names: dict[str, _Kind] = {"messages": _Kind.HOLDER}
+        self._names: dict[str, _Kind] = {"messages": _Kind.HOLDER, "loop": _Kind.HOLDER}
         self._attributes: dict[str, _Kind] = {"content": _Kind.WHOLE}
         """By name, of whatever object."""
         self.grew = True
@@ -219,6 +225,8 @@ class _Flow:
                 self.body(node.body)
                 self._assign(node.target, _Kind.PART)
             case nodes.Macro():
+                for name in node.args:
+                    self._assign(name, _Kind.FIXED)
                 for name, default in zip(reversed(node.args), reversed(node.defaults), strict=False):
                     self._assign(name, self._of(default))
                 self.body(node.body)
@@ -235,7 +243,7 @@ class _Flow:
 
     def _assign(self, target: nodes.Node, kind: _Kind) -> None:
         if isinstance(target, nodes.Name):
-            if target.name in self.macros or target.name in _FUNCTIONS:
+            if target.name in self.macros or target.name in _FUNCTIONS or target.name in _UNKNOWN:
                 raise Unreadable(target.name)
             self._grow(self._names, target.name, kind)
         elif isinstance(target, nodes.NSRef):
@@ -383,7 +391,7 @@ class _Flow:
             raise Unreadable(node.name)
         kind = self._of(node.node)
         others = [self._of(each) for each in (*node.args, *(each.value for each in node.kwargs))]
-        if any(others):
+        if any(others) or node.name in _MARKING:
             return self._read(node)
         if kind is _Kind.FIXED or (kind is _Kind.WHOLE and node.name == "trim" and not node.args):
             return kind
@@ -408,7 +416,7 @@ class _Flow:
             return _Kind.FIXED
         if len(node.ops) == 1:
             left, (operator, right) = node.expr, (node.ops[0].op, node.ops[0].expr)
-            if operator in ("in", "notin") and kinds[0] is _Kind.FIXED and kinds[1] is _Kind.HOLDER:
+            if operator in ("in", "notin") and kinds[1] is _Kind.HOLDER and _constants([left]):
                 return _Kind.FIXED  # The names of a message's fields.
             if operator in ("eq", "ne") and kinds == [_Kind.WHOLE, _Kind.FIXED]:
                 left, right = right, left

@@ -13,7 +13,6 @@ the ids of plain text.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, cast
 
 import jinja2
@@ -22,7 +21,6 @@ import tokenizers
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, Message, encoded, template_values
-from penstock.text.outline import Outlines
 from penstock.text.sandbox import SOURCE_CHARS_MAX, template_environment
 from penstock.text.template_tree import texts_read
 from penstock.text.tokenizer import Tokenizer, check_unicode
@@ -220,11 +218,7 @@ class ChatPrompts:
             if template.exists
             else None
         )
-        self._nonce = nonce.hex()
-
-    @cached_property
-    def _outlines(self) -> Outlines | None:
-        return self.template.outlines(nonce=self._nonce)
+        self._outlines = template.outlines(nonce=nonce.hex())
 
     def of_texts(
         self,

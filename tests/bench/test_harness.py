@@ -1,8 +1,10 @@
 """A bench's result file names its command without the places of one machine."""
 
+import subprocess
+
 import pytest
 
-from bench.harness import REPOSITORY, command_of
+from bench.harness import REPOSITORY, command_of, commit
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,24 @@ from bench.harness import REPOSITORY, command_of
 )
 def test_a_command_has_no_places_of_one_machine(words: str, shown: str) -> None:
     assert command_of(words.split(" ")) == shown
+
+
+def test_a_trees_commit_is_its_own_and_not_that_of_a_repository_around_it(tmp_path):
+    def git(*arguments):
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c", *arguments],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+    within = tmp_path / "within"
+    within.mkdir()
+    (within / "file").write_text("1")
+    assert commit(tmp_path) == ""
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "One")
+    head = commit(tmp_path)
+    assert len(head) >= 7
+    assert commit(within) == ""
+    (within / "file").write_text("2")
+    assert commit(tmp_path) == head + "+"

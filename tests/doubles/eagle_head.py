@@ -95,6 +95,10 @@ class EagleHead:
     def spent(self) -> None:
         """See `Proposer`."""
 
+    def idle(self) -> bool:
+        """See `Proposer`."""
+        return False
+
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
         at = 0

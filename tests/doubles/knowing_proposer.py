@@ -22,6 +22,10 @@ class KnowingProposer:
     def spent(self) -> None:
         """See `Proposer`."""
 
+    def idle(self) -> bool:
+        """See `Proposer`."""
+        return False
+
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
     ) -> Int64Array:

@@ -129,7 +129,7 @@ def build_runner(model_path, config, clock, progress) -> ScriptedRunner:
     if model_path == "never-ready":
         threading.Event().wait()
     for done in range(3):
-        progress("loading weights", done, 3)
+        progress("reading the script", done, 3)
     gate = os.environ.get(ENVIRONMENT)
     return ScriptedRunner(
         max_running=config.max_running,

@@ -18,6 +18,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.engine.arrays import Int64Array
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.inputs import RowTables
+from penstock.engine.kv_cache import KVCache
 from penstock.engine.runner import plan_model
 from penstock.errors import ConfigError
 from penstock.schedule.plan import Drafting, StepPlan
@@ -46,6 +47,9 @@ class Misled:
 
     def spent(self) -> Drafting | None:
         return self._inner.spent()
+
+    def idle(self) -> bool:
+        return self._inner.idle()
 
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
@@ -148,6 +152,23 @@ def test_a_draft_that_is_another_model_changes_no_answer() -> None:
     assert driver.ask(prompts, how) == plain.ask(prompts, how)
     stats = driver.core.stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_idle_time_commits_memory_of_the_drafts_cache_too(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, left, asked = drafting(pair).runner, [True, False, True, False], list[KVCache]()
+
+    def commit_idly(cache: KVCache) -> bool:
+        asked.append(cache)
+        return left.pop()
+
+    monkeypatch.setattr(KVCache, "commit_idly", commit_idly)
+    assert runner.idle()
+    assert runner.idle()
+    target, draft, *again = asked
+    assert draft is not target
+    assert again == [target, draft]
 
 
 def test_the_draft_is_in_the_memory_plan(pair: tuple[Path, Path]) -> None:

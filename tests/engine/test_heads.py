@@ -50,6 +50,9 @@ class Listener:
     def spent(self) -> None:
         pass
 
+    def idle(self) -> bool:
+        return False
+
     def propose(
         self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
     ) -> Int64Array:
@@ -160,6 +163,9 @@ class Beside:
 
     def spent(self) -> Drafting | None:
         return self._ours.spent()
+
+    def idle(self) -> bool:
+        return self._ours.idle()
 
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         self._ours.read(rows, firsts, counts, tables)

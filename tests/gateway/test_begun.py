@@ -104,6 +104,27 @@ def test_a_cancelled_one_cleans_up() -> None:
     assert seen == ["cleaned"]
 
 
+def test_one_that_is_cancelled_at_once_cleans_up() -> None:
+    seen: list[object] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+        finally:
+            seen.append("cleaned")
+
+    def cancel(begun: Begun) -> None:
+        for task in begun.tasks:
+            task.cancel()
+
+    (task,) = run(work, during=cancel)
+    assert task.cancelled()
+    assert seen == [GeneratorExit, "cleaned"]
+
+
 def test_an_error_is_the_tasks() -> None:
     async def work() -> None:
         await in_task()

@@ -1,7 +1,11 @@
 """Tokens with keys made here: every way to be wrong, and what is believed of the right ones."""
 
+import http.client
+import io
 import json
 import time
+import urllib.error
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +21,7 @@ from identity_provider import AUDIENCE, IdentityProvider, Key, raw_token
 from tenant_keys import ask
 
 from penstock.gateway.identity.tenants import Tenants
-from penstock.gateway.identity.tokens import JwtTerms, TokenVerifier, parse_jwks
+from penstock.gateway.identity.tokens import JwtTerms, TokenVerifier, fetch_url, parse_jwks
 
 ISSUER = "https://id.example"
 RSA, OTHER, CURVE, EDWARDS = Key("rsa"), Key("other"), Key("ec", "ES256"), Key("ed", "EdDSA")
@@ -348,3 +352,16 @@ def test_a_provider_that_calls_itself_something_else(start, kit, provider) -> No
     )
     assert ask(running, provider.token())[0] == 503
     assert "the provider calls itself" in running.log_text.getvalue()
+
+
+def test_a_refused_fetch_lets_its_connection_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = io.BytesIO(b"no")
+
+    class Refuses:
+        def open(self, request: Any, timeout: float) -> Any:
+            raise urllib.error.HTTPError(request.full_url, 500, "no", http.client.HTTPMessage(), body)
+
+    monkeypatch.setattr("urllib.request.build_opener", lambda *_: Refuses())
+    with pytest.raises(urllib.error.HTTPError):
+        fetch_url("http://127.0.0.1:9/keys", 1.0, 100, ManualClock())
+    assert body.closed

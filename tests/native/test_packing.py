@@ -1,5 +1,8 @@
 """The memory of packed weights: in huge pages, filled by one call, without a second copy of a whole model."""
 
+import mmap
+import os
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -41,6 +44,14 @@ def test_a_weight_that_does_not_fit_begins_a_piece_of_memory_of_its_own(kernels)
     assert packing.memory(3, torch.bfloat16).numel() == 3
 
 
+def test_a_weight_with_a_piece_of_its_own_leaves_the_rest_of_the_last_one_to_others(kernels):
+    packing = Packing(kernels, chunk_bytes=HUGE_PAGE_BYTES)
+    first = packing.memory(64, torch.int8)
+    large = packing.memory(HUGE_PAGE_BYTES + 1, torch.int8)
+    assert large.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert packing.memory(64, torch.int8).data_ptr() == first.data_ptr() + 64
+
+
 def test_copies_wait_for_one_call(counted, rng):
     kernels, calls = counted
     packing = Packing(kernels)
@@ -65,6 +76,30 @@ def test_values_that_are_not_of_a_file_wait_only_up_to_a_bound(counted, tmp_path
     assert calls == [5]
     packing.finish()
     assert calls == [5, 5]
+
+
+def test_a_files_values_wait_up_to_a_bound_so_that_a_large_model_is_read_as_it_is_taken(
+    counted, tmp_path, monkeypatch
+):
+    kernels, calls = counted
+    weight = torch.zeros(32, 64).bfloat16()
+    monkeypatch.setattr("penstock.engine.native.packing.MAPPED_BYTES_MAX", 2 * weight.nbytes)
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+    packing = Packing(kernels)
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        for _ in range(7):
+            pack_into(packing, exact(file.get_tensor("w")))
+    assert calls == [3, 3]
+    packing.finish()
+    assert calls == [3, 3, 1]
+
+
+def test_files_whose_names_are_no_text_are_known(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"\xff\r \x85")
+    with open(path, "w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        mapped = torch.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), dtype=torch.uint8)
+        assert MappedFiles().hold(mapped)
 
 
 def test_files_that_are_mapped_later_are_known(tmp_path):

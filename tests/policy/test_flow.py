@@ -208,10 +208,9 @@ def test_a_prompt_counts_once_for_all_of_its_choices_and_an_answer_once_for_all_
     used = request.used()
     assert (used.prompt_tokens, used.completion_tokens) == (20, 1 + 2 + 3 + 9)
     assert request.longest_answer == 9
-    continued = request.used_by(3)
-    assert continued is not None
+    continued = request.used_by_choice[3]
     assert (continued.prefill_ns, continued.decode_ns) == (3, 11), "its prompt was read once for the client"
-    assert request.used_by(4) is None
+    assert 4 not in request.used_by_choice
 
 
 def test_a_record_says_of_itself_only_that_one_answer_was_asked_for() -> None:

@@ -11,6 +11,7 @@ from sim_case import Case, CaseShape, failure, run_case
 
 from penstock.clock import NS_PER_MS
 from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing import capacity
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.fair_queue import FairQueue
 from penstock.policy.queueing.model_queue import ModelQueue
@@ -94,7 +95,7 @@ def test_tokens_of_another_answer_are_found(monkeypatch) -> None:
 
 def test_lower_bands_that_go_first_are_found(monkeypatch) -> None:
     in_turn = FairQueue._in_turn
-    monkeypatch.setattr(FairQueue, "_in_turn", lambda self, now_ns: list(in_turn(self, now_ns))[::-1])
+    monkeypatch.setattr(FairQueue, "_in_turn", lambda self, *args: list(in_turn(self, *args))[::-1])
     why = failure(crowd())
     assert "starts on" in why
     assert "(priority)" in why or "(default)" in why
@@ -115,31 +116,28 @@ def test_a_lower_class_that_an_engine_starts_first_is_found(monkeypatch) -> None
 @pytest.mark.parametrize("workers", [1, 3])
 def test_room_that_nobody_is_given_is_found(monkeypatch, workers) -> None:
     """With two streams on a worker, the queue takes it for full."""
-    monkeypatch.setattr(
-        WorkerCapacity,
-        "num_free",
-        property(lambda worker: max(0, 2 - worker.booked) if worker.view.ready else 0),
-    )
+    fits = WorkerCapacity.fits
+    monkeypatch.setattr(WorkerCapacity, "fits", lambda worker, work: worker.booked < 2 and fits(worker, work))
     assert "has room for it" in failure(crowd(workers=workers))
 
 
 def test_a_request_that_is_forgotten_by_the_placement_is_found(monkeypatch) -> None:
     """Whoever was passed over once is not looked at again while anybody runs."""
-    fits = ModelQueue._fits
+    fits = ModelQueue._finds_place
     monkeypatch.setattr(
         ModelQueue,
-        "_fits",
+        "_finds_place",
         lambda self, work: not (work.aside and self.workers.num_running) and fits(self, work),
     )
     assert "has room for it" in failure(crowd(blocks=40))
 
 
 def test_more_streams_than_a_worker_has_room_for_are_found(monkeypatch) -> None:
-    free = WorkerCapacity.num_free.fget
-    monkeypatch.setattr(
-        WorkerCapacity, "num_free", property(lambda worker: free(worker) + 3 * worker.view.ready)
-    )
-    monkeypatch.setattr(WorkerCapacity, "fits", lambda worker, _: worker.num_free > 0)
+    def more(*args, **kwargs):
+        return tuple(each + 3 for each in slots_of(*args, **kwargs))
+
+    slots_of = capacity.slots_of
+    monkeypatch.setattr(capacity, "slots_of", more)
     assert "is to have 8" in failure(crowd())
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.clock import ManualClock
 from penstock.config.checkpoints import resolve
-from penstock.text.chat import ChatTemplate
+from penstock.text.chat import ChatTemplate, template_values
 from penstock.text.outline import OUTLINES_MAX, Outlines
 from penstock.text.prompt import ChatPrompts
+from penstock.text.sandbox import RanAway
 from penstock.text.tokenizer import Tokenizer
 from tests.text.test_markers import CHATML, DEEPSEEK, GEMMA, LLAMA3, MISTRAL, PHI
 
@@ -69,6 +70,51 @@ READS = {
     "the date by another name": "{% set f = strftime_now %}{{ f('%d') }}",
     "alike messages": "{% if messages[0] == messages[-1] %}x{% endif %}",
     "refused": LOOP + "{{ raise_exception('no ' + m.role) }}{% endfor %}",
+    "whether it has a made-up name's letter": LOOP + "{{ 'a' if 'x' in m.content else 'b' }}{% endfor %}",
+    "split at a made-up name's letter": LOOP + "{{ m.content.split('x')[0] }}{% endfor %}",
+    "begins as a made-up name": LOOP + "{{ 'a' if m.content.startswith('q') else 'b' }}{% endfor %}",
+    "ends as a made-up name": LOOP + "{{ 'a' if m.content.endswith('zq') else 'b' }}{% endfor %}",
+    "has the nonce": LOOP + "{{ 'a' if '0011' in m.content else 'b' }}{% endfor %}",
+    "case": LOOP + "{% if m.content is lower %}x{% endif %}{% endfor %}",
+    "capitals": LOOP + "{{ m.content | title }}{% endfor %}",
+    "slice": LOOP + "{{ m.content[:3] }}{% endfor %}",
+    "slice that its length bounds": LOOP + "{{ 'abc'[:m.content | length] }}{% endfor %}",
+    "default": LOOP + "{{ m.content | default('x', true) }}{% endfor %}",
+    "replaced": LOOP + "{{ m.content | replace('a', 'b') }}{% endfor %}",
+    "replaced by a method": LOOP + "{{ m.content.replace('a', 'b') }}{% endfor %}",
+    "searched": LOOP + "{{ m.content.find('a') }}{% endfor %}",
+    "counted": LOOP + "{{ m.content.count('a') }}{% endfor %}",
+    "lines": LOOP + "{{ m.content.splitlines() | length }}{% endfor %}",
+    "words": LOOP + "{{ m.content.split() | length }}{% endfor %}",
+    "a number": LOOP + "{{ m.content | int }}{% endfor %}",
+    "a key": LOOP + "{{ {'How?': 'x'}[m.content] }}{% endfor %}",
+    "a key that is asked for": LOOP + "{{ {'How?': 'x'}.get(m.content, 'y') }}{% endfor %}",
+    "a key of its own": LOOP + "{{ {m.content: 'x'} | tojson }}{% endfor %}",
+    "one of some": LOOP + "{{ 'x' if m.content in ['How?', 'Why?'] }}{% endfor %}",
+    "one of some by a test": LOOP + "{{ 'x' if m.content is in(['How?']) }}{% endfor %}",
+    "equal by a test": LOOP + "{{ 'x' if m.content is eq('How?') }}{% endfor %}",
+    "sorted": "{% for m in messages | sort(attribute='content') %}{{ m.role }}{% endfor %}",
+    "grouped": "{% for g in messages | groupby('content') %}x{% endfor %}",
+    "chosen by it": "{{ messages | selectattr('content', 'eq', 'How?') | list | length }}",
+    "largest": "{{ (messages | max(attribute='content')).role }}",
+    "unique": "{{ messages | unique(attribute='content') | list | length }}",
+    "changed since the last": LOOP + "{{ 'x' if loop.changed(m.content) }}{% endfor %}",
+    "a message among them": "{{ 'x' if {'role': 'user', 'content': 'How?'} in messages else 'y' }}",
+    "formatted": LOOP + "{{ '%5s' % m.content }}{% endfor %}",
+    "formatted by a method": LOOP + "{{ '{:>99}'.format(m.content) }}{% endfor %}",
+    "repeated": LOOP + "{{ m.content * 2 }}{% endfor %}",
+    "escaped": LOOP + "{{ m.content | e }}{% endfor %}",
+    "escaped by what is before it": LOOP + "{{ ('<b>' | safe) + m.content }}{% endfor %}",
+    "a macro by the name of the check": "{% macro raise_exception(x) %}{% endmacro %}"
+    + LOOP
+    + "{{ m.content | length }}{% endfor %}",
+    "a parameter by the name of the check": "{% macro f(x, raise_exception) %}{{ x | length }}{% endmacro %}"
+    + LOOP
+    + "{{ f(m.content, 'x'.count) }}{% endfor %}",
+    "a macro by the name of the date": "{% if false %}{% macro strftime_now(x) %}{% endmacro %}{% endif %}"
+    + "{{ strftime_now('%d') }}"
+    + LOOP
+    + "{{ m.content }}{% endfor %}",
     "two of one name": "{% macro f(x) %}{{ x }}{% endmacro %}{% macro f(x) %}{{ x|length }}{% endmacro %}"
     + LOOP
     + "{{ f(m.content) }}{% endfor %}",
@@ -131,6 +177,34 @@ def test_a_template_that_reads_texts_has_none(source: str) -> None:
     for form in FORMS:
         texts = ["How?"] * len(form)
         assert outlines is None or outlines.prompt(form, texts, add_generation_prompt=True) is None
+
+
+def test_a_neighbour_is_a_message_by_whatever_name() -> None:
+    outlines = outlines_of(LOOP + "{{ loop['next' + 'item'] | tojson if not loop.last }}{% endfor %}")
+    assert outlines.prompt(["user"], ["How?"], add_generation_prompt=True) == ""
+    assert outlines.prompt(["user", "user"], ["How?", "Why?"], add_generation_prompt=True) is None
+
+
+def test_a_word_that_is_in_no_made_up_name_is_looked_for() -> None:
+    outlines = outlines_of(LOOP + "{{ 'a' if 'k' in m.content else m.content.split('k')[0] }}{% endfor %}")
+    assert outlines.prompt(["user"], ["How?"], add_generation_prompt=True) == "How?"
+    assert outlines.prompt(["user"], ["ok"], add_generation_prompt=True) is None
+
+
+def test_a_template_that_takes_too_much_for_a_form_has_none_for_it() -> None:
+    source = (
+        LOOP
+        + "{% for n in messages %}{% if n.role == 'user' and m.role == 'user' and not n.tools %}{{ n.role }}"
+        + "{% endif %}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    outlines, template = outlines_of(source), template_of(source)
+    values = template_values([{"role": "user", "content": "x"}] * 130)
+    with pytest.raises(RanAway):
+        template.render_values(values, num_bytes=0, may_block=False)
+    for _ in range(2):
+        assert outlines.prompt(["user"] * 130, ["x"] * 130, add_generation_prompt=True) is None
+    found = outlines.prompt(["user"] * 2, ["x", "y"], add_generation_prompt=True)
+    assert found == "useruserxuserusery"
 
 
 def test_only_what_is_reached_counts() -> None:

@@ -41,7 +41,7 @@ from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
-from penstock.protocol.worker import ModelInfo
+from penstock.protocol.worker import LOADING_WEIGHTS, ModelInfo
 from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
@@ -111,7 +111,7 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
     target.ops.check(spec, dtype)
 
     def on_bytes(done: int, total: int) -> None:
-        on_progress("loading weights", done, total)
+        on_progress(LOADING_WEIGHTS, done, total)
 
     if config.load_format == "random":
         stored = None

@@ -1,4 +1,4 @@
-"""A vocabulary for grammars, read by a thread while the model is loaded.
+"""A vocabulary for grammars, read by a thread while the model's weights are.
 
 Reading it is half a second of work that never leaves the interpreter to others, and packing weights is one
 long call that does not need the interpreter.

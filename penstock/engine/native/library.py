@@ -5,6 +5,7 @@ check shapes and fill the structs in. Calls release the interpreter's lock while
 """
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p, sizeof
@@ -286,7 +287,8 @@ class NativeLibrary:
 
     def advise_huge(self, address: int, num_bytes: int) -> None:
         """Ask for huge pages under a large buffer: page walks cost much when memory is read end to end."""
-        self._lib.ps_advise_huge(address, num_bytes)
+        if _allows_huge_pages():
+            self._lib.ps_advise_huge(address, num_bytes)
 
     def pack(self, jobs: Sequence[PsPack]) -> None:
         """Pack weights, one after the other, in one call: meanwhile other threads have the interpreter."""
@@ -352,6 +354,15 @@ class NativeLibrary:
     def _call(function: Callable[..., int], job: Structure) -> None:
         if function(byref(job)):
             raise MemoryError("the kernels could not get scratch memory")
+
+
+@functools.cache
+def _allows_huge_pages() -> bool:
+    """Whether the operator does: the kernels' request would override a `never`."""
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return True  # Then the system says.
 
 
 def _open(path: Path) -> ctypes.CDLL:

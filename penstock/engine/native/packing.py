@@ -11,6 +11,7 @@ from penstock.engine.native.library import NativeLibrary, PsPack, Type
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024 * 1024
 WAITING_BYTES_MAX = 64 * 1024 * 1024
+MAPPED_BYTES_MAX = 1 << 30
 _ALIGNMENT = 64
 
 
@@ -18,8 +19,9 @@ class Packing:
     """The memory of weights, and the copies into it, which wait until `finish`: then one call makes them all,
     and leaves the interpreter to other threads for as long.
 
-    Values of a mapped file wait where they lie. Others, rounded or converted ones, are in memory twice while
-    they wait, so no more than `WAITING_BYTES_MAX` of them do.
+    Values of a mapped file wait where they lie. No more than `MAPPED_BYTES_MAX` of them do: the file is read
+    by the copies, and whoever watches the model load sees weights that were taken. Others, rounded or
+    converted ones, are in memory twice while they wait, so no more than `WAITING_BYTES_MAX` of them do.
 
     Weights lie one behind the other in huge pages. A page of the usual size where each begins and ends, and
     under all that are small, would cost as many faults as all the rest, and more of the processor's
@@ -34,15 +36,18 @@ class Packing:
         self._alive: list[Tensor] = []
         """The memory that copies read and write which wait."""
         self._mapped = MappedFiles()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._mapped_bytes = 0
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
         """Room for `count` numbers."""
         num_bytes = count * dtype.itemsize
-        if num_bytes > len(self._left):
-            self._left = self._chunk(max(num_bytes, self._chunk_bytes))
-        taken = self._left[:num_bytes]
-        self._left = self._left[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        if num_bytes > self._chunk_bytes:
+            taken = self._chunk(num_bytes)
+        else:
+            if num_bytes > len(self._left):
+                self._left = self._chunk(self._chunk_bytes)
+            taken = self._left[:num_bytes]
+            self._left = self._left[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
         self._alive.append(taken)
         return taken.view(dtype)
 
@@ -65,8 +70,10 @@ class Packing:
             PsPack(first=first, second=second, out=out, n=n, k=k, k_padded=k_padded, type=int(kind))
         )
         self._alive += dense
-        self._waiting_bytes += sum(each.nbytes for each in dense if not self._mapped.hold(each))
-        if self._waiting_bytes > WAITING_BYTES_MAX:
+        mapped = sum(each.nbytes for each in dense if self._mapped.hold(each))
+        self._mapped_bytes += mapped
+        self._waiting_bytes += sum(each.nbytes for each in dense) - mapped
+        if self._waiting_bytes > WAITING_BYTES_MAX or self._mapped_bytes > MAPPED_BYTES_MAX:
             self.finish()
 
     def finish(self) -> None:
@@ -74,7 +81,7 @@ class Packing:
         self.kernels.pack(self._jobs)
         self._jobs.clear()
         self._alive.clear()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._mapped_bytes = 0
 
 
 class MappedFiles:
@@ -97,8 +104,9 @@ class MappedFiles:
         return at >= 0 and address < self._ends[at]
 
     def _read(self) -> None:
-        """proc(5): addresses, permissions, offset, device, inode (0: no file), path."""
-        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-        bounds = [line[0].split("-") for line in lines if line[4] != "0"]
+        """proc(5): addresses, permissions, offset, device, inode (0: no file), path, which may be no text."""
+        lines = Path("/proc/self/maps").read_bytes().rstrip(b"\n").split(b"\n")
+        areas = [line.split(maxsplit=5) for line in lines]
+        bounds = [area[0].split(b"-") for area in areas if area[4] != b"0"]
         self._starts = [int(start, 16) for start, _ in bounds]
         self._ends = [int(end, 16) for _, end in bounds]

@@ -18,7 +18,7 @@ from penstock.engine.runner import OnProgress, Runner, build_runner
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec, stored_pooling
 from penstock.models.vectors import EncoderSpec, PoolingSpec, stored_encoder
-from penstock.protocol.worker import ModelInfo
+from penstock.protocol.worker import LOADING_WEIGHTS, ModelInfo
 from penstock.schedule.batch import resolve_max_running
 from penstock.types import BLOCK_TOKENS, VECTOR_CAPABILITIES, Capability
 
@@ -88,7 +88,7 @@ def _load_encoder(
 ) -> EncoderRunner:
     info, (spec, pooling) = _encoder_info(path, config, encoder), encoder
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    on_progress("loading weights", 0, 0)
+    on_progress(LOADING_WEIGHTS, 0, 0)
     weights = load_named(path, spec.shapes(), spec.prefix, _dtype(config))
     return EncoderRunner(Encoder(spec, weights), info, pooling, step_tokens=config.step_tokens)
 

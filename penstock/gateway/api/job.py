@@ -229,8 +229,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
     if len(prompts) > 1:
         lengths = [len(prompt) for prompt in prompts]
         num_tokens, longest = sum(lengths), max(lengths)
-    bound, needs, user = tenant.places | hints.places, job.needs, request.user
-    choices_per_prompt = request.n or 1
+    bound, needs, user = places(tenant, hints), job.needs, request.user
     return RequestFacts(
         id=RequestId(job.answer_id),
         tenant=tenant,
@@ -241,8 +240,8 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         prompts=prompts,
         context_tokens=longest + _asked_tokens(request),
         max_tokens=max(job.max_tokens),
-        choices=len(prompts) * choices_per_prompt,
-        choices_per_prompt=choices_per_prompt,
+        choices=job.num_choices,
+        choices_per_prompt=job.choices_per_prompt,
         is_whole=not request.stream,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
         priority=getattr(request, "priority", None) or 0,
@@ -286,7 +285,7 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
     is_chat, model, caller = isinstance(request, ChatRequest), job.model, job.caller
-    tenant, choices = caller.tenant, request.n or 1
+    tenant, choices = caller.tenant, job.choices_per_prompt
     # The tags around a tool call are special tokens in some vocabularies.
     shows_special = (
         request.skip_special_tokens is False or job.uses_tools or (is_chat and model.has_special_marks)

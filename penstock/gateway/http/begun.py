@@ -18,18 +18,30 @@ class Begun:
         Most requests are submitted without waiting: for them there is no task, no entry among the loop's, and
         no turn of it in between. Up to there it has no `asyncio.current_task()`, so before it uses what needs
         one, `asyncio.timeout` for one, it has to await `in_task`.
+
+        A task that is cancelled before its first turn is never entered. The coroutine is closed where it
+        waits then, and sees `GeneratorExit` instead of `CancelledError`: clean-up belongs in a `finally`
+        that does not wait.
         """
         try:
             waits_for = work.send(None)
         except StopIteration:
             return
-        self.follow(_rest(work, waits_for))
+
+        def over(task: asyncio.Task[None]) -> None:
+            self.tasks.discard(task)
+            work.close()  # Nothing is left to close of one that came to its end.
+
+        self._follow(_rest(work, waits_for)).add_done_callback(over)
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in a task."""
+        self._follow(work).add_done_callback(self.tasks.discard)
+
+    def _follow(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        return task
 
 
 async def in_task() -> None:

@@ -2,7 +2,7 @@
 
 Clients send the same head again and again, but for the length of the body. A head that was read, found well
 formed and let in need not be read again, byte for byte the same: the request is what stands behind it. Kept
-are a keyed digest of its bytes and what was made of them, without the fields that hold secrets.
+are a keyed digest of its bytes and what was made of them, with only the fields that are still read then.
 """
 
 import hashlib
@@ -42,13 +42,21 @@ def shape_fault(version: str, url: bytes, headers: Mapping[bytes, bytes]) -> Htt
 BYTES_MAX = 4096
 """Of a head that is kept."""
 MISSES_MAX = 4
-"""A client whose heads differ so often (by a trace's id, say) is not remembered any more."""
+"""A client whose heads differ so often in a row (by a trace's id, say) is not remembered any more."""
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IGNORECASE)
-_SECRET = frozenset({b"authorization", b"proxy-authorization", b"cookie"})
+_READ = frozenset({b"accept-encoding", b"origin", b"traceparent", b"tracestate"})
+_HINTS = b"x-penstock-"
+"""The beginning of the names of the other fields that are read once a request was let in. All else, keys and
+cookies of whatever name too, is forgotten."""
 _OTHER = (b"transfer-encoding", b"expect", b"upgrade")
 """Requests with these are not as plain as others."""
 _DIGITS_MAX = 9
 _SECRET_KEY = fresh_key()
+
+
+def is_kept(name: bytes) -> bool:
+    """Whether a field of this name (in lower case) is kept of a head."""
+    return name in _READ or name.startswith(_HINTS)
 
 
 class LastHead:
@@ -75,6 +83,7 @@ class LastHead:
         ):  # fmt: skip
             self._head, self._misses = None, self._misses + 1
             return None
+        self._misses = 0
         return head, data[end + 4 :]
 
     def learn(self, data: bytes, exchange: Exchange, knows: Callable[[RequestHead], bool]) -> None:
@@ -90,8 +99,9 @@ class LastHead:
         if len(lengths) != 1 or int(lengths[0][1]) != len(exchange.body):
             return
         start, behind = lengths[0].span(1)
-        kept = {name: value for name, value in head.headers.items() if name not in _SECRET}
-        self._head = msgspec.structs.replace(head, headers=kept)
+        self._head = msgspec.structs.replace(
+            head, headers={name: value for name, value in head.headers.items() if is_kept(name)}
+        )
         self._digest, self._split = _digest(data[:start], data[behind : end - 4]), start
 
 

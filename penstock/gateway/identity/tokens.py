@@ -23,6 +23,7 @@ followed.
 
 import asyncio
 import hashlib
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -289,7 +290,12 @@ def fetch_url(url: str, timeout_s: float, bytes_max: int, clock: Clock) -> bytes
     """
     deadline_ns = clock.now_ns() + int(timeout_s * NS_PER_S)
     request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "penstock"})
-    with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as response:
+    try:
+        opened = urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()  # It holds the connection.
+        raise
+    with opened as response:
         if response.status != 200:
             raise ValueError(f"it answered with status {response.status}")
         body = b""

@@ -1,0 +1,38 @@
+"""The order in which a worker loads: memory is planned before anything else takes some."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from penstock.clock import SystemClock
+from penstock.engine import worker
+from penstock.errors import CheckpointError
+from penstock.protocol.address import WorkerLaunch
+from penstock.protocol.worker import LOADING_WEIGHTS
+
+
+@pytest.mark.parametrize("has_grammars", [False, True])
+def test_the_vocabulary_is_begun_when_weights_are_read_and_once(monkeypatch, has_grammars):
+    begun, seen, shown = [], [], []
+    monkeypatch.setattr(worker, "begin_vocabulary", begun.append)
+
+    def factory(model_path, config, clock, progress):
+        for stage, done in (("reading the configuration", 0), (LOADING_WEIGHTS, 1), (LOADING_WEIGHTS, 2)):
+            progress(stage, done, 2)
+            seen.append((stage, len(begun)))
+        raise CheckpointError("far enough")
+
+    runners = ModuleType("runners_of_this_test")
+    runners.factory = factory
+    monkeypatch.setitem(sys.modules, runners.__name__, runners)
+    server = SimpleNamespace(announce=shown.append, grammars=object() if has_grammars else None)
+    launch = WorkerLaunch(
+        address="unix:/nowhere", model_path="m", model_name="m", hash_key=b"",
+        runner="runners_of_this_test:factory",
+    )  # fmt: skip
+    with pytest.raises(CheckpointError):
+        worker.load(launch, server, SystemClock())
+    count = 0 if has_grammars else 1
+    assert seen == [("reading the configuration", 0), (LOADING_WEIGHTS, count), (LOADING_WEIGHTS, count)]
+    assert [each.stage for each in shown][-1] == LOADING_WEIGHTS
