@@ -4,7 +4,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.flow import Diverted, Outcome, Queued, Refused, RequestFacts
+from penstock.policy.flow import Diverted, Outcome, Queued, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
@@ -158,3 +158,25 @@ def test_in_a_band_of_deadlines_whoever_is_wanted_first_goes_first() -> None:
         rig.flow.ended(NS_PER_S // 2, RequestId(f"r{number}"), Outcome.FINISHED, Usage(prompt_tokens=500))
         order += [action.id for action in rig.flow.dispatch(NS_PER_S // 2)]
     assert order == ["r5", "r4", "r2", "r3", "r1"]
+
+
+LOOKS = BUSY // 2
+"""Later than any start that is in time, and before the first token is due."""
+
+
+def test_one_that_was_only_not_looked_at_in_time_starts_where_there_is_room() -> None:
+    rig = Rig(slots=1, small=False)
+    assert isinstance(rig.flow.arrive(0, ask(1)), Queued)
+    (start,) = rig.flow.dispatch(LOOKS)
+    assert (type(start), start.id) == (Start, "r1")
+    assert isinstance(rig.flow.arrive(LOOKS, ask(2, degrade="never")), Queued), "nobody was late"
+    (evicted,) = rig.flow.dispatch(2 * LOOKS)
+    assert (type(evicted), evicted.id) == (Evict, "r2"), "it waited for the other one"
+
+
+@pytest.mark.parametrize(("num", "at_ns"), [(2, LOOKS), (1, BUSY)], ids=["two wait", "it is due"])
+def test_others_that_are_late_leave_although_there_is_room(num: int, at_ns: int) -> None:
+    rig = Rig(slots=4, small=False)
+    for number in range(num):
+        assert isinstance(rig.flow.arrive(0, ask(number)), Queued)
+    assert {type(action) for action in rig.flow.dispatch(at_ns)} >= {Evict}

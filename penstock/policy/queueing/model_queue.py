@@ -242,7 +242,9 @@ class ModelQueue:
                 return work, "timeout"
             elif not self.workers.num_ready:
                 self.queue.wait_on(work)  # Promises are those of workers that are there.
-            elif work.aside and work.deadline_ns > now_ns:  # It waits for memory, not for others.
+            elif work.deadline_ns > now_ns and (
+                work.aside or (self.queue.num_waiting == 1 and self.workers.has_room())
+            ):  # It waits for memory, or this process had no processor: not for others.
                 self.queue.wait_on(work, work.deadline_ns - work.queued_ns)
             else:
                 self.pace.too_late(now_ns, work)
@@ -346,8 +348,7 @@ class ModelQueue:
         line = self.queue.band_of(work).line(work.tenant)
         if (line is not None and line.num_running) or work.hold_ns > self._now_ns:
             return False  # In the latter case it waits for a warm worker by choice.
-        was_held_ns = work.hold_ns
-        work.takes_row = True
+        was_held_ns, work.takes_row = work.hold_ns, True
         work.hold_ns = was_held_ns or 1  # It is not held now.
         if self._finds_place(work):
             return True
