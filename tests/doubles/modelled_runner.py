@@ -1,7 +1,7 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-`modelled_worker` starts worker processes that name it (`runner=RUNNER`), for modelled_load.py. The model
-is in the environment, as JSON of `Modelled`: `environment` writes it.
+`modelled_worker` starts worker processes that name it (`runner=RUNNER`), for modelled_load.py and
+bench/sim/fidelity.py. The model is in the environment, as JSON of `Modelled`: `environment` writes it.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
+from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
 from penstock.planning.step_time import LinearStepTime, StepTime
 from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import ModelInfo
@@ -33,7 +34,18 @@ END_S = 20.0
 """A worker that ends later than so is killed."""
 
 
-class Linear(msgspec.Struct, frozen=True, kw_only=True):
+class OnDevice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Steps of a model on a named accelerator, by the simulator's roofline."""
+
+    model: str
+    device: str
+
+    def law(self) -> StepTime:
+        """How long steps take."""
+        return Roofline(Placed(model=model_shape(self.model), device=accelerator(self.device)))
+
+
+class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Steps of a fixed time, and so much for each prompt token."""
 
     fixed_ns: int
@@ -47,7 +59,7 @@ class Linear(msgspec.Struct, frozen=True, kw_only=True):
 class Modelled(msgspec.Struct, frozen=True, kw_only=True):
     """The modelled parts."""
 
-    speed: Linear
+    speed: OnDevice | Linear
     num_blocks: int
     max_model_len: int
     first_token: int = FIRST_TOKEN

@@ -1,5 +1,6 @@
 """The order in which a worker loads: memory is planned before anything else takes some."""
 
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -10,6 +11,13 @@ from penstock.engine import worker
 from penstock.errors import CheckpointError
 from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import LOADING_WEIGHTS
+
+
+@pytest.fixture(autouse=True)
+def unfrozen():
+    """Importing a runner hides all that there is from the collector: in this process it would stay so."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("has_grammars", [False, True])

@@ -100,8 +100,6 @@ READS = {
     "unique": "{{ messages | unique(attribute='content') | list | length }}",
     "changed since the last": LOOP + "{{ 'x' if loop.changed(m.content) }}{% endfor %}",
     "a message among them": "{{ 'x' if {'role': 'user', 'content': 'How?'} in messages else 'y' }}",
-    "a neighbour by another way": LOOP + "{{ loop | attr('nextitem') | tojson }}{% endfor %}",
-    "a neighbour by a name put together": LOOP + "{{ loop['next' + 'item'] | tojson }}{% endfor %}",
     "formatted": LOOP + "{{ '%5s' % m.content }}{% endfor %}",
     "formatted by a method": LOOP + "{{ '{:>99}'.format(m.content) }}{% endfor %}",
     "repeated": LOOP + "{{ m.content * 2 }}{% endfor %}",
@@ -110,10 +108,9 @@ READS = {
     "a macro by the name of the check": "{% macro raise_exception(x) %}{% endmacro %}"
     + LOOP
     + "{{ m.content | length }}{% endfor %}",
-    "a parameter by the name of the check": "{% macro no(x) %}{% endmacro %}"
-    + "{% macro f(x, raise_exception) %}{{ x | length }}{% endmacro %}"
+    "a parameter by the name of the check": "{% macro f(x, raise_exception) %}{{ x | length }}{% endmacro %}"
     + LOOP
-    + "{{ f(m.content, no) }}{{ f(m.content) }}{% endfor %}",
+    + "{{ f(m.content, 'x'.count) }}{% endfor %}",
     "a macro by the name of the date": "{% if false %}{% macro strftime_now(x) %}{% endmacro %}{% endif %}"
     + "{{ strftime_now('%d') }}"
     + LOOP
@@ -180,6 +177,12 @@ def test_a_template_that_reads_texts_has_none(source: str) -> None:
     for form in FORMS:
         texts = ["How?"] * len(form)
         assert outlines is None or outlines.prompt(form, texts, add_generation_prompt=True) is None
+
+
+def test_a_neighbour_is_a_message_by_whatever_name() -> None:
+    outlines = outlines_of(LOOP + "{{ loop['next' + 'item'] | tojson if not loop.last }}{% endfor %}")
+    assert outlines.prompt(["user"], ["How?"], add_generation_prompt=True) == ""
+    assert outlines.prompt(["user", "user"], ["How?", "Why?"], add_generation_prompt=True) is None
 
 
 def test_a_word_that_is_in_no_made_up_name_is_looked_for() -> None:
