@@ -45,7 +45,7 @@ from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingPa
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 LOADING_WEIGHTS = "loading weights"
-"""The stage of `Loading` in which they are read: what memory the model may have is decided before."""
+"""The stage of `Loading` in which they are read: on the processor, the model's memory is decided before."""
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
 _LENGTH = struct.Struct("<I")

@@ -10,7 +10,7 @@ from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.request import Evict
 from penstock.policy.tenant import Tenant
-from penstock.policy.terms import BandTerms, QueueTerms
+from penstock.policy.terms import BandTerms, CellView, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 ROUTING = RoutingConfig(
@@ -180,3 +180,33 @@ def test_others_that_are_late_leave_although_there_is_room(num: int, at_ns: int)
     for number in range(num):
         assert isinstance(rig.flow.arrive(0, ask(number)), Queued)
     assert {type(action) for action in rig.flow.dispatch(at_ns)} >= {Evict}
+
+
+def fill_until_one_waits(rig: Rig, who: Tenant) -> RequestId:
+    for number in range(60):
+        assert isinstance(rig.flow.arrive(0, ask(number, who)), Queued)
+        if not rig.flow.dispatch(0):
+            return RequestId(f"r{number}")
+    raise AssertionError("nothing waits")
+
+
+def test_rows_that_are_kept_for_others_are_no_room_for_one_that_is_late() -> None:
+    rig = Rig(slots=32, small=False, queue={"headroom": QueueTerms().headroom})
+    assert isinstance(rig.flow.arrive(0, ask(1000, tenant("other"))), Queued)
+    rig.flow.dispatch(0)
+    waits = fill_until_one_waits(rig, tenant())
+    assert rig.flow.model_queue("large").workers.has_room(), "its tenant has had its part of the rows"
+    (evicted,) = rig.flow.dispatch(LOOKS)
+    assert (type(evicted), evicted.id) == (Evict, waits)
+
+
+def test_a_cell_that_is_too_far_away_is_no_room_for_one_that_is_late() -> None:
+    rig = Rig(slots=1, small=False, queue={"worker_credit": QueueTerms().worker_credit})
+    assert isinstance(rig.flow.arrive(0, ask(1000, tenant("other"))), Queued)
+    rig.flow.dispatch(0)
+    far = WorkerView(max_running=8, cell=CellView(name="far", rtt_ns=400 * NS_PER_MS))
+    rig.flow.set_worker(0, "large", WorkerId("far"), far)
+    waits = fill_until_one_waits(rig, tenant())
+    assert rig.flow.model_queue("large").workers.has_room(), "the cell's, which is not nearer than its turn"
+    (evicted,) = rig.flow.dispatch(LOOKS)
+    assert (type(evicted), evicted.id) == (Evict, waits)

@@ -75,9 +75,8 @@ class Envelopes:
         while at < size:
             if self._before and block.startswith(self._before, at):
                 found = None
-                if (
-                    runs
-                ):  # Once in a block: events of two kinds in turn would be split again for each of them.
+                if runs:
+                    # Once in a block: events of two kinds in turn would be split again for each of them.
                     found, runs = self._run(block[at:]), False
                 if found is None:
                     found = self._run(block[at : block.find(b"\n\n", at) + 2])

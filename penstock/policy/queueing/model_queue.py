@@ -247,9 +247,8 @@ class ModelQueue:
                 return work, "timeout"
             elif not self.workers.num_ready:
                 self.queue.wait_on(work)  # Promises are those of workers that are there.
-            elif work.deadline_ns > now_ns and (
-                work.aside or (self.queue.num_waiting == 1 and self.workers.has_room())
-            ):  # It waits for memory, or this process had no processor: not for others.
+            elif work.deadline_ns > now_ns and (work.aside or self._has_room_for_one()):
+                # It waits for memory, or this process had no processor: not for others.
                 self.queue.wait_on(work, work.deadline_ns - work.queued_ns)
             else:
                 self.pace.too_late(now_ns, work)
@@ -274,8 +273,7 @@ class ModelQueue:
         if holds:
             times.append(holds[0][0])
         if self.queue.num_waiting:
-            # Deadlines that are over by now have been looked at: a time in the past would be asked for again
-            # and again.
+            # Deadlines that are over have been looked at: they would be asked for again and again.
             again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
             again += [self._deployments.due_ns] if self._deployments is not None else []
             again += [self.peers.due_ns(now_ns)] if self.peers.ids else []
@@ -304,8 +302,7 @@ class ModelQueue:
             requests_ahead = band.ahead_of(work.tenant, work.weight)
             ahead = sum([len(higher.waiting) for higher in queue.bands[:level]]) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        # A protected band goes first, so it has the model's pace. Others have the rest, which is seen in
-        # their own.
+        # A protected band goes first, at the model's pace; others have the rest, which is seen in their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
@@ -323,9 +320,13 @@ class ModelQueue:
             wake_ns=self.wake_ns,
         )
 
+    def _has_room_for_one(self) -> bool:
+        """Whether one request is all that waits, and no rule keeps the room of these workers from it."""
+        has_room = self.queue.num_waiting == 1 and not self.peers.ids and self.workers.has_room()
+        return has_room and self._share() is None
+
     def _share(self) -> float | None:
-        """The streams that one tenant may run of the last rows; None while there are more, or no other tenant
-        is here.
+        """The streams one tenant may run of the last rows; None: more are free, or no other tenant is here.
 
         A tenant that runs much more than its part leaves `headroom` (and the credit, which is no row yet) to
         the others: their next request starts at once, and not when a stream of that tenant happens to end.
