@@ -182,6 +182,11 @@ def test_others_that_are_late_leave_although_there_is_room(num: int, at_ns: int)
     assert {type(action) for action in rig.flow.dispatch(at_ns)} >= {Evict}
 
 
+def has_room(rig: Rig) -> bool:
+    queue = rig.flow.model_queue("large")
+    return queue is not None and queue.workers.has_room()
+
+
 def fill_until_one_waits(rig: Rig, who: Tenant) -> RequestId:
     for number in range(60):
         assert isinstance(rig.flow.arrive(0, ask(number, who)), Queued)
@@ -195,7 +200,7 @@ def test_rows_that_are_kept_for_others_are_no_room_for_one_that_is_late() -> Non
     assert isinstance(rig.flow.arrive(0, ask(1000, tenant("other"))), Queued)
     rig.flow.dispatch(0)
     waits = fill_until_one_waits(rig, tenant())
-    assert rig.flow.model_queue("large").workers.has_room(), "its tenant has had its part of the rows"
+    assert has_room(rig), "its tenant has had its part of the rows"
     (evicted,) = rig.flow.dispatch(LOOKS)
     assert (type(evicted), evicted.id) == (Evict, waits)
 
@@ -207,6 +212,6 @@ def test_a_cell_that_is_too_far_away_is_no_room_for_one_that_is_late() -> None:
     far = WorkerView(max_running=8, cell=CellView(name="far", rtt_ns=400 * NS_PER_MS))
     rig.flow.set_worker(0, "large", WorkerId("far"), far)
     waits = fill_until_one_waits(rig, tenant())
-    assert rig.flow.model_queue("large").workers.has_room(), "the cell's, which is not nearer than its turn"
+    assert has_room(rig), "the cell's, which is not nearer than its turn"
     (evicted,) = rig.flow.dispatch(LOOKS)
     assert (type(evicted), evicted.id) == (Evict, waits)
