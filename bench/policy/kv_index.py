@@ -144,8 +144,8 @@ def applying(index: Index, workers: int) -> Callable[[], int]:
 
 
 def wire(index: PrefixIndex) -> dict[str, Callable[[], int]]:
-    """From the bytes of an event to the index: our engine's, whose hashes are the keys, and others', made
-    anew from tokens; and making the keys of a prompt.
+    """From the bytes of an event to the index: for our engine, whose hashes are the keys, and for others,
+    whose keys are computed from tokens. The last one computes the keys of a prompt.
     """
     draw, hasher = random.Random(3), CanonicalHasher(key=KEY, model="m")
     maker, tokens = PromptKeyMaker(key=KEY, model="m"), tuple(range(16 * BLOCKS))

@@ -201,7 +201,7 @@ class _CommitAhead:
     out in their order, so that what is used next is known.
 
     Beside steps the thread takes a core from them for as long: 0.2 ms a page, and 4 ms on a virtual machine
-    whose host had taken the page back. So whoever has nothing to run commits further ahead (`commit_one`),
+    whose host had taken the page back. An idle engine therefore commits further ahead (`commit_one`),
     and the thread has work only in a load that never pauses.
     """
 

@@ -42,8 +42,8 @@ class Outlines:
     def __init__(
         self, render: Callable[[Mapping[str, Any]], str], words: Iterable[str], *, nonce: str, chars_max: int
     ) -> None:
-        """`render` is the template as `watch` has changed it, `words` the ones that `watch` said; `nonce`
-        makes texts that nobody would write, and `chars_max` is the bound on a prompt.
+        """`render` is the template as `watch` has changed it, and `words` are those that `watch` returned.
+        Texts of the trial contain `nonce`, which no user can guess; `chars_max` bounds a prompt.
         """
         self._render, self._nonce, self._chars_max = render, nonce, chars_max
         self._has_word = re.compile(alternatives(words)).search

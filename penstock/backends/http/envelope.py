@@ -12,9 +12,9 @@ text before it is believed. Events of any other form are the reader's.
 A run of such events is one thing repeated: what stands around the holes is the same bytes each time. So it is
 cut behind each hole (no hole has the end of a line, which those bytes do), what stands before the holes is
 compared, and they are decoded together, a line for each: a few calls into C, however many events there are.
-(Cut at all that stands between two holes it takes three times as long: Python prepares a search for so many
-bytes anew for each piece. A native scanner would still have to make the same list of strings, which is most
-of the work.)
+(To cut at all the bytes between two holes takes three times as long, since Python prepares the search for so
+long a separator again for each piece. A native scanner would have to make the same list of strings, which is
+most of the work.)
 """
 
 import re

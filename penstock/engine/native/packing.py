@@ -19,9 +19,9 @@ class Packing:
     """The memory of weights, and the copies into it, which wait until `finish`: then one call makes them all,
     and leaves the interpreter to other threads for as long.
 
-    Values of a mapped file wait where they lie. No more than `MAPPED_BYTES_MAX` of them do: the file is read
-    by the copies, and whoever watches the model load sees weights that were taken. Others, rounded or
-    converted ones, are in memory twice while they wait, so no more than `WAITING_BYTES_MAX` of them do.
+    Values of a mapped file wait where they lie, at most `MAPPED_BYTES_MAX` of them: the copies read the file,
+    while progress is reported as weights are taken, so the bound keeps that report true. Other values,
+    rounded or converted, are in memory twice while they wait: at most `WAITING_BYTES_MAX` of them do.
 
     Weights lie one behind the other in huge pages. A page of the usual size where each begins and ends, and
     under all that are small, would cost as many faults as all the rest, and more of the processor's
