@@ -43,7 +43,9 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "the chat template": (("text/chat.py:render_values", "text/outline.py:prompt"), ()),
     "tokenizing": (("text/tokenizer.py:encode",), ()),
     "limits, admission, queue": (("lifecycle/control.py:arrive",), ()),
-    "the ledger": (tuple(f"telemetry/ledger.py:{name}" for name in ("open", "slice", "close", "flush")), ()),
+    "the ledger": (
+        tuple(f"telemetry/ledger.py:{name}" for name in ("open", "slice", "close", "close_soon", "flush")), ()
+    ),
     "the rest of preparing and submitting": (
         ("api/generate.py:answer_chat",),
         (
@@ -59,7 +61,7 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "learning from the first output": (("lifecycle/control.py:first_output", "queueing/pace.py:learn"), ()),
     "settling at the end": (("lifecycle/control.py:ended",), ()),
-    "metrics, history, access log": (("gateway/app.py:finished",), ()),
+    "metrics, history, access log": (("gateway/endings.py:tell",), ()),
     "writing to the client": (("http/connection.py:write",), ()),
 }  # fmt: skip
 """Of each, functions whose time is in it with all that they call, and those of them that are not."""

@@ -38,7 +38,7 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect, model_numbers
 from penstock.gateway.api.orders import AdaptersAdmin, RolloutsAdmin, ScaleAdmin, SleepAdmin
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
+from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
@@ -46,9 +46,10 @@ from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
+from penstock.gateway.endings import Endings
 from penstock.gateway.http.begun import Begun
-from penstock.gateway.http.errors import error_response, failure_of
-from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
@@ -65,12 +66,9 @@ from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.rollout.dealing import ActiveRollout
 from penstock.rng import fresh_key
 from penstock.telemetry.audit import Notes
-from penstock.telemetry.catalog import OutcomeLabel
-from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.history import Recorder
-from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Tail, Watch, no_tail
-from penstock.types import ModelName, RequestId
+from penstock.types import ModelName
 
 
 class Gateway:
@@ -143,11 +141,12 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
+        self._endings = Endings(self._services, self._recorder, self._traces)
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
         self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
         self._cells = cells_of(config, self._services, registry, limits, self.finished)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
-        self._log_is_due, self._hurried, self._begun = False, asyncio.Event(), Begun()
+        self._hurried, self._begun = asyncio.Event(), Begun()
 
     def _lead_rollouts(self, leadership: Leadership | None) -> RolloutLeader:
         models = self._services.models
@@ -340,39 +339,10 @@ class Gateway:
         start(self._run(handler, exchange, caller))
 
     def finished(self, exchange: Exchange) -> None:
-        """Count and log an exchange that is over."""
-        now_ns = self._clock.now_ns()
-        if exchange.status:
-            self._metrics.http_response(exchange.status)
-        if exchange.ending is Ending.DISCONNECTED:
-            self._metrics.client_disconnects.inc()
-        elif exchange.ending is Ending.OVERRUN:
-            self._metrics.slow_client_aborts.inc()
-        served, record = exchange.served, None
-        if served is not None:
-            if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
-                exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
-            record = exchange.measured(served, now_ns)
-            self._recorder.ended(served.counted_model, record)
-            self._services.recent.add(exchange, served, record)
-            if served.assigned is not None:
-                self._services.trials.ended(exchange, served, record)
-        if exchange.trace is not None:
-            self._traces.end(exchange, record)
-        kept = self._policies.kept
-        if exchange.error is not None and kept is not None and exchange.path.startswith("/v1/"):
-            kept.failed(RequestId(exchange.id), failure_of(exchange.error))
-        if self._log.tells_requests:
-            self._log.access(_access_line(exchange, record, now_ns))
-            if not self._log_is_due:
-                self._log_is_due = True
-                asyncio.get_running_loop().call_soon(self._flush_log)
+        """Have an exchange that is over counted and logged."""
+        self._endings.take(exchange)
 
     # --- inside ----------------------------------------------------------------------------------
-
-    def _flush_log(self) -> None:
-        self._log_is_due = False
-        self._log.flush()
 
     def _reloaded(self, config: Config) -> None:
         self._inspect.auth = not config.auth.disabled
@@ -462,25 +432,6 @@ class Gateway:
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         while self._clock.now_ns() < deadline_ns and not self._hurried.is_set() and not happened():
             await sleep(0.02)
-
-
-def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: int) -> AccessLine:
-    served = exchange.served
-    return AccessLine(
-        method=exchange.method,
-        path=exchange.path,
-        status=exchange.status or 499,  # nginx's number for a client that left before the answer.
-        duration_ns=now_ns - exchange.started_ns,
-        is_poll=is_poll(exchange.method, exchange.path, exchange.status),
-        request_id=exchange.id or None,
-        trace_id=exchange.trace and exchange.trace.trace_id,
-        model=served and served.counted_model,
-        outcome=record and record.outcome,
-        ttft_ns=record and record.ttft_ns,
-        prompt_tokens=record and record.prompt_tokens,
-        cached_tokens=record and record.cached_tokens,
-        generated_tokens=record and record.generated_tokens,
-    )
 
 
 class _Entered(NamedTuple):

@@ -6,7 +6,8 @@ await ledger.start()        # recovers what dead processes left
 ledger.open(record)         # accepted: raises Overloaded if it cannot be written down
 ledger.flush()              # before anything is started or the last byte is sent
 ledger.slice(id, make)      # at every slice boundary; `make` is called when it is written
-ledger.close(record)        # over: exactly once for each that was opened
+ledger.close(record)        # over: exactly once for each that was opened, by this or by
+ledger.close_soon(make)     # which writes with the next flush
 await ledger.stop()         # writes and delivers all
 
 `RequestRecords` makes these calls of what the driver says of a request.
@@ -69,6 +70,7 @@ class Ledger:
         self.directory = ledger_segment.ledger_directory(config)
         self._journal: Journal | None = None
         self._is_flush_due = False
+        self._ends: list[Callable[[], UsageRecord]] = []
         self._syncing = threading.Event()
 
     async def start(self) -> None:
@@ -116,6 +118,7 @@ class Ledger:
 
     async def stop(self) -> None:
         """Write, sync and deliver; what the sink does not take stays in the journal for the next start."""
+        self.flush()
         journal, self._journal = self._journal, None
         if journal is not None:
             await asyncio.to_thread(self._finish, journal)
@@ -163,9 +166,21 @@ class Ledger:
             self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._journal.flush()
 
+    def close_soon(self, make: Callable[[], UsageRecord]) -> None:
+        """It is over; exactly once. The next flush makes its record and writes it, and has to come before its
+        client hears of the end.
+        """
+        if self._journal is not None:
+            self._ends.append(make)
+            self._flush_soon()
+
     def flush(self) -> None:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""
         if self._journal is not None:
+            ends, self._ends = self._ends, []
+            for make in ends:
+                record = make()
+                self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
             self._journal.flush()
 
     async def spent(self) -> list[Spent]:
@@ -232,6 +247,8 @@ class RequestRecords:
 
     def __init__(self, ledger: Ledger, prices: PriceList, metrics: Metrics, clock: Clock) -> None:
         self._ledger, self._prices, self._metrics, self._clock = ledger, prices, metrics, clock
+        self.flush = ledger.flush
+        """Write what was opened before it is started, and what ended before its client hears of it."""
 
     def opened(self, request: Request) -> None:
         """See `driver.Records`."""
@@ -247,14 +264,17 @@ class RequestRecords:
 
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""
-        record = request.record(self._clock.wall_ns())
+        wall_ns = self._clock.wall_ns()
+        if is_written_late(request.facts, request.outcome):
+            self._ledger.close_soon(partial(self._record, request, machine_micros, wall_ns))
+        else:
+            self._ledger.close(self._record(request, machine_micros, wall_ns))
+
+    def _record(self, request: Request, machine_micros: int, wall_ns: int) -> UsageRecord:
+        record = request.record(wall_ns)
         if version := self._prices.version:
             record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
-        self._ledger.close(record)
-
-    def flush(self) -> None:
-        """Write what was opened, before any of it is started."""
-        self._ledger.flush()
+        return record
 
     def _progress(self, request: Request) -> Progress:
         facts = request.facts
@@ -297,6 +317,13 @@ class RequestRecords:
         """See `driver.Records`."""
         count = self._metrics.migrated if request.has_begun else self._metrics.retried
         count(request.facts.route)
+
+
+def is_written_late(facts: RequestFacts, outcome: Outcome | None) -> bool:
+    """Whether a request that ends so is recorded with the others of its turn of the event loop: its client
+    gets nothing before that.
+    """
+    return facts.is_whole and outcome is Outcome.FINISHED
 
 
 def _opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:

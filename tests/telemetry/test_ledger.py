@@ -58,6 +58,31 @@ def test_a_request_reaches_the_database(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_ends_are_written_together_by_the_flush_that_their_clients_wait_for_and_by_a_stop(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        sink = MemorySink()
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
+        await ledger.start()
+        for name in "abcd":
+            ledger.open(opened(name))
+        ledger.close_soon(lambda: closed("a"))
+        ledger.slice("b", lambda: pytest.fail("its end follows in the same turn"))
+        ledger.close_soon(lambda: closed("b"))
+        assert ledger.statistics().open == 4
+        ledger.flush()
+        assert (ledger.statistics().open, ledger.statistics().closed) == (2, 2)
+        ledger.close_soon(lambda: closed("c"))
+        await sleep(0)
+        assert ledger.statistics().closed == 3, "the next turn writes what nobody has flushed"
+        ledger.close_soon(lambda: closed("d"))
+        await ledger.stop()
+        assert sink.records == {name: closed(name) for name in "abcd"}
+
+    asyncio.run(run())
+
+
 def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path: Path) -> None:
     async def run() -> None:
         sink = MemorySink()

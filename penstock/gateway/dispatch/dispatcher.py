@@ -17,6 +17,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError, WorkerEjected
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.guests import guest_of
+from penstock.gateway.dispatch.whole_answers import WholeAnswers
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
@@ -27,7 +28,7 @@ from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.request import Request
 from penstock.protocol.cells import Guest
 from penstock.telemetry.catalog import OutcomeLabel as Answer
-from penstock.telemetry.ledger import Ledger, RequestRecords
+from penstock.telemetry.ledger import Ledger, RequestRecords, is_written_late
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, WorkerId
@@ -59,6 +60,8 @@ class Dispatcher:
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
         self.meters = Meters(policies.prices, is_shared=processes > 1)
         self._records = RequestRecords(ledger, policies.prices, metrics, clock)
+        self.answers = WholeAnswers(self._records.flush, self.on_bug)
+        self._gave_way = False
         self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False
@@ -248,17 +251,23 @@ class Dispatcher:
         """See `ReplyListener`."""
         self._log.bug("an answer could not be passed on", error, request_id=reply.exchange.id)
 
-    def on_ended(self, reply: Reply) -> None:
-        """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
+    def on_ended(self, reply: Reply) -> bool:
+        """See `ReplyListener`. A request that goes to another model has a reply that was never accepted.
+
+        Whole answers of one turn of the event loop are sent together, behind one write of their records.
+        """
         request, label = reply.exchange.request, reply.exchange.outcome
         if request is None:
-            return
+            return False
         if (trace := reply.exchange.trace) is not None:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
+        if is_late := is_written_late(request.facts, outcome):
+            self.answers.add(reply)
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
+        return is_late
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
 
@@ -339,7 +348,7 @@ class Dispatcher:
         if self.control.is_due:  # Else nothing waits for the room that it leaves.
             self._dispatch_soon()
         elif (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
-            asyncio.get_running_loop().call_soon(pace.learn)
+            self.answers.soon(pace.learn)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -378,11 +387,15 @@ class Dispatcher:
     def _dispatch_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+            self.answers.soon(self._dispatch)
 
     def _dispatch(self) -> None:
         """Start and end what the driver says, once for all that this turn of the loop brought."""
-        self._is_due = False
+        if self.answers and not self._gave_way:
+            self._gave_way = True  # Once: under load every turn completes answers.
+            self.answers.soon(self._dispatch)
+            return
+        self._is_due = self._gave_way = False
         self._records.flush()
         now_ns = self._clock.now_ns()
         self._workers.refresh(now_ns)

@@ -73,8 +73,10 @@ class ReplyListener(Protocol):
         """A sink could not pass its output on; the reply fails."""
         ...
 
-    def on_ended(self, reply: "Reply") -> None:
-        """Nothing of this reply runs any more. Called exactly once."""
+    def on_ended(self, reply: "Reply") -> bool:
+        """Nothing of this reply runs any more. Called exactly once. True: of a good end, `complete` is called
+        later, when its record is written.
+        """
         ...
 
 
@@ -370,8 +372,8 @@ class Reply:
         self._settled = True
         self.exchange.ended_ns = self.clock.now_ns()
         is_complete, self._is_over = not self._is_over, True
-        self.listener.on_ended(self)  # First: what the client was told has been written down.
-        if is_complete:
+        # First: what the client was told has been written down.
+        if not self.listener.on_ended(self) and is_complete:
             self.complete()
         self._generations.clear()  # Their sinks lead back here.
 

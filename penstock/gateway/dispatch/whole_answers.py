@@ -1,0 +1,58 @@
+"""Whole answers that one turn of the event loop completes are sent together, behind one write of their
+records.
+
+One after the other they find code and objects in the processor's caches, and the journal is written once.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.backends.base import nothing
+from penstock.gateway.relay.reply import Reply
+
+
+class WholeAnswers:
+    """Answers whose requests have ended and whose clients have not heard of it."""
+
+    def __init__(self, flush: Callable[[], None], on_bug: Callable[[Reply, Exception], None]) -> None:
+        """`flush` writes the records that were closed."""
+        self._flush, self._on_bug = flush, on_bug
+        self.is_sending = False
+        """Whether answers are being written, one after the other; then `on_sent` is called."""
+        self.on_sent: Callable[[], None] = nothing
+        self._replies: list[Reply] = []
+        self._behind: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def add(self, reply: Reply) -> None:
+        """Answer in the next turn of the event loop, before everything that `soon` is told from here on."""
+        if not self._replies:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._replies.append(reply)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call it in the next turn of the event loop, or behind the answers that wait: what the loop sends of
+        them leaves when all calls of its turn have returned.
+        """
+        if self._replies:
+            self._behind.append(call)
+        else:
+            asyncio.get_running_loop().call_soon(call)
+
+    def _send(self) -> None:
+        self._flush()
+        replies, self._replies = self._replies, []
+        behind, self._behind = self._behind, []
+        for call in behind:
+            asyncio.get_running_loop().call_soon(call)
+        self.is_sending = True
+        for reply in replies:
+            try:
+                reply.complete()
+            except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+                self._on_bug(reply, error)
+                reply.exchange.cut()
+        self.is_sending = False
+        self.on_sent()
