@@ -17,7 +17,7 @@ from penstock.engine.native.library import ABI_VERSION
 # too: so here.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# `make test` runs a process per core: torch's threads would only take turns with the others'. Read at its
+# `make test` runs several processes: torch's threads would only take turns with the others'. Read at its
 # import too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,30 +48,39 @@ def pytest_configure() -> None:
         subprocess.run([sys.executable, "-m", "penstock.engine.native.build"], check=True)
 
 
+_held: list[int] = []
+"""Door and room, as they are open and locked while a test runs."""
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """A test that is marked `alone` waits until no other runs, in any process, and none begins until it has
     ended.
 
     Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead
     of one who waits for the room to be empty. Outermost of all, so that waiting is no part of the test's
-    timeout.
+    timeout. Tests that follow each other and are all alone keep the room, or each would wait anew until the
+    others' current tests have ended.
     """
     if INSIDE_A_TEST:
         return (yield)
-    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    door, room = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
-    try:
+    is_alone = item.get_closest_marker("alone") is not None
+    if not _held:
+        _held[:] = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
+        door, room = _held
         fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, how)
+        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
+    try:
         return (yield)
     finally:
-        for held in (door, room):
-            fcntl.flock(
-                held, fcntl.LOCK_UN
-            )  # Not only closed: a forked child of the test may have it open still.
-            os.close(held)
+        if not (is_alone and nextitem is not None and nextitem.get_closest_marker("alone")):
+            while _held:
+                # Not only closed: a forked child of the test may have it open still.
+                fcntl.flock(_held[-1], fcntl.LOCK_UN)
+                os.close(_held.pop())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
