@@ -27,6 +27,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Directories whose tests start servers.
+WAITING = ("cli", "engine_process", "fleet")
+
 # A test may run pytest in a process of its own, whose tests are its parts: it holds their locks already.
 INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 
@@ -46,6 +49,23 @@ def pytest_configure() -> None:
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     if found.stdout.strip() != str(ABI_VERSION):
         subprocess.run([sys.executable, "-m", "penstock.engine.native.build"], check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes take file after file in this order: those that mostly wait (for servers that start,
+    for time that passes) stand between those that compute, and are all done before the end, where a long file
+    would keep one process busy and leave the others idle.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    waiting: dict[Path, float] = {}
+    computing: dict[Path, float] = {}
+    for item in items:
+        kind = waiting if item.path.parent.name in WAITING else computing
+        kind.setdefault(item.path, len(kind))
+    place = {path: 0.8 * at / len(waiting) for path, at in waiting.items()}
+    place |= {path: at / len(computing) for path, at in computing.items()}
+    items.sort(key=lambda item: place[item.path])
 
 
 _held: list[int] = []
