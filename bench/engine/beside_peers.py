@@ -39,7 +39,7 @@ from bench.peers.engines import (
     serving,
     versions,
 )
-from bench.peers.figures import LOADED, MEMORY, READY, Run, tables, verdicts
+from bench.peers.figures import LOADED, MEMORY, READY, Run, tables
 from bench.peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, Plan
 from bench.peers.shapes import SHAPES, make_model
 from bench.process import Process, free_port
@@ -187,7 +187,6 @@ def document(
         "commands": {one.name: printable(one) for one in variants},
         "skipped": skipped,
         "runs": msgspec.to_builtins(runs),
-        "verdicts": msgspec.to_builtins(verdicts(runs)),
     }  # fmt: skip
 
 
