@@ -103,7 +103,8 @@ def main() -> int:
     command = (*SERVE, "--log-level", "warning", *args.serve)  # No access log of what is measured.
     with Served(place, "", command=command, cwd=Path.cwd(), PENSTOCK_API_KEY=key) as served:
         report = load_report(served.url, key, *levels, *until)
-        capacity, report["overload"] = max(level["requests_per_s"] for level in report["levels"]), list[dict]()
+        capacity = max(level["requests_per_s"] for level in report["levels"])
+        report["overload"] = list[dict]()
         for times in filter(None, args.overload.split(",")):
             rate = ("--rate", f"{float(times) * capacity:.3f}", "--seed", args.seed)
             report["overload"] += load_report(served.url, key, *rate, *until)["levels"]
