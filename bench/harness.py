@@ -29,6 +29,8 @@ from penstock.bench.report import read_environment
 from penstock.cli.python_build import python_build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OUT = REPOSITORY / "bench" / "out"
+"""For what is made and kept: models, peers, logs; not in the repository."""
 LIST_PACKAGES = (
     "import importlib.metadata, json, sys; "
     "print(json.dumps({d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}))"

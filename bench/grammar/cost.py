@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 from llguidance import LLExecutor
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
-from bench.peers.engines import OUT
+from bench.harness import OUT, Spread, command_line, in_turns, ratio, spread, table, write_result
 from bench.peers.shapes import SHAPES, make_model
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
