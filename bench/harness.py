@@ -157,6 +157,30 @@ def in_turns(
     return found
 
 
+Rounds = Mapping[str, Mapping[str, Sequence[float]]]
+"""By case and kind a figure of each round. A case's first kind is its baseline."""
+
+
+def ratios(found: Rounds) -> dict[str, Spread]:
+    """Of each kind over the baseline of its case, by "case, kind"."""
+    return {
+        f"{case}, {kind}": ratio(each, next(iter(kinds.values())))
+        for case, kinds in found.items()
+        for kind, each in list(kinds.items())[1:]
+    }
+
+
+def rounds_table(title: str, unit: str, found: Rounds) -> str:
+    """Every case and kind with its spread and its ratio."""
+    over = ratios(found)
+    rows = [
+        (case, kind, spread(each), over.get(f"{case}, {kind}", ""))
+        for case, kinds in found.items()
+        for kind, each in kinds.items()
+    ]
+    return table((title, "", unit, "over the first"), rows)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table in columns of one width: the first to the left, figures to the right."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from native_ops import Rows, linear, linear_job, paged_attention
 
-from bench.harness import OUT, REPOSITORY, Spread, command_line, in_turns, ratio, spread, table, write_result
+from bench.harness import OUT, REPOSITORY, Spread, command_line, in_turns, ratios, rounds_table, write_result
 from bench.peers.engines import LLAMA_CPP
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
@@ -213,15 +213,6 @@ def times(
     return found
 
 
-def ratios(found: dict[str, dict[str, list[float]]]) -> dict[str, Spread]:
-    """Of each kind over the first one of its case."""
-    return {
-        f"{case}, {kind}": ratio(us, next(iter(kinds.values())))
-        for case, kinds in found.items()
-        for kind, us in list(kinds.items())[1:]
-    }
-
-
 def measure(rounds: int) -> dict[str, Spread]:
     """For the ratchet."""
     return ratios(times(rounds, RATCHET, short=True))
@@ -234,17 +225,10 @@ def main() -> None:
     parser.add_argument("--isa", choices=LLAMA_CPP, default="", help="hold ours and llama.cpp to it")
     args = parser.parse_args()
     found = times(args.rounds, args.questions or RATCHET, short=not args.all_shapes, isa=args.isa)
-    over = ratios(found)
-    rows = [
-        (case, kind, spread(us), over.get(f"{case}, {kind}", ""))
-        for case, kinds in found.items()
-        for kind, us in kinds.items()
-    ]
     isa = NativeLibrary(isa=args.isa or None).isa
-    print(table((f"one thread, {isa}", "", "us of CPU", "ratio"), rows))
-    write_result(
-        args.json, {"isa": isa, "us": found, "ratios": {name: each.rounded() for name, each in over.items()}}
-    )
+    print(rounds_table(f"one thread, {isa}", "us of CPU", found))
+    over = {name: each.rounded() for name, each in ratios(found).items()}
+    write_result(args.json, {"isa": isa, "us": found, "ratios": over})
 
 
 if __name__ == "__main__":
