@@ -27,6 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+TESTS = Path(__file__).parent
 # Directories whose tests start servers.
 WAITING = ("cli", "engine_process", "fleet")
 
@@ -38,13 +39,29 @@ settings.register_profile("penstock", deadline=None, suppress_health_check=[Heal
 settings.load_profile("penstock")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _begin_elsewhere(config)
+    elif not INSIDE_A_TEST and LIBRARY.exists():
+        _build_kernels()
+
+
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Each worker of pytest-xdist reads the tests from another folder on. What one has prepared and written
+    (the bytecode of tests, with their assertions) the next finds; side by side each would prepare everything.
+    """
+    if [Path(arg).resolve() for arg in config.args] == [TESTS]:
+        folders = sorted({TESTS / path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")})
+        number, count = (os.environ[f"PYTEST_XDIST_WORKER{name}"] for name in ("", "_COUNT"))
+        first = len(folders) * int(number.removeprefix("gw")) // int(count)
+        config.args = [str(path) for path in folders[first:] + folders[:first]]
+
+
+def _build_kernels() -> None:
     """Kernels that were built for another version of the code are built again: after a pull or a merge.
 
     In a process of its own each, as this one would keep the library that it has loaded once.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ or INSIDE_A_TEST or not LIBRARY.exists():
-        return
     asked = f"import ctypes; print(ctypes.CDLL({str(LIBRARY)!r}).ps_abi_version())"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     if found.stdout.strip() != str(ABI_VERSION):
@@ -58,14 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    waiting: dict[Path, float] = {}
-    computing: dict[Path, float] = {}
-    for item in items:
-        kind = waiting if item.path.parent.name in WAITING else computing
-        kind.setdefault(item.path, len(kind))
-    place = {path: 0.8 * at / len(waiting) for path, at in waiting.items()}
-    place |= {path: at / len(computing) for path, at in computing.items()}
-    items.sort(key=lambda item: place[item.path])
+    waiting = sorted({item.path for item in items if item.path.parent.name in WAITING})
+    computing = sorted({item.path for item in items} - {*waiting})
+    place = {path: 0.8 * at / len(waiting) for at, path in enumerate(waiting)}
+    place |= {path: at / len(computing) for at, path in enumerate(computing)}
+    items.sort(key=lambda item: (place[item.path], item.path))
 
 
 _held: list[int] = []
@@ -88,7 +102,7 @@ def pytest_runtest_protocol(
         return (yield)
     is_alone = item.get_closest_marker("alone") is not None
     if not _held:
-        _held[:] = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
+        _held[:] = os.open(__file__, os.O_RDONLY), os.open(TESTS, os.O_RDONLY)
         door, room = _held
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
