@@ -15,11 +15,11 @@ from pathlib import Path
 
 import yaml
 
+from bench.harness import OUT
 from bench.process import START_S, Process
 from penstock.config.load import parse_config
 from penstock.errors import ConfigError
 
-OUT = Path(__file__).resolve().parents[1] / "out"
 PEERS = OUT / "peers"
 VLLM = PEERS / "vllm" / "bin"
 LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" / "bin"}
@@ -61,6 +61,11 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.engine} {self.precision}"
+
+    @property
+    def asked_as(self) -> str:
+        """On the command line."""
+        return f"{self.engine}:{self.precision}"
 
 
 VARIANTS = (
