@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from known_shapes import SHAPES, make_model
 
 from bench.harness import OUT, REPOSITORY, command_line, write_result
 from bench.peers.engines import (
@@ -40,7 +41,6 @@ from bench.peers.engines import (
 )
 from bench.peers.figures import LOADED, MEMORY, READY, Run, tables
 from bench.peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Figures, Streams, level
-from bench.peers.shapes import SHAPES, make_model
 from bench.process import free_port
 from penstock.bench.report import cpu_info
 from penstock.errors import PenstockError

@@ -5,7 +5,7 @@ fields with patterns.
         [--json FILE]
 
 Two engines in this process, of which one writes free text and one a constrained kind, eight steps each in
-turn, so that whatever else the machine does hits both. `--shape` takes a shape of peers/shapes.py with random
+turn, so that whatever else the machine does hits both. `--shape` takes a shape of known_shapes.py with random
 weights.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from known_shapes import SHAPES, make_model
 
 from bench.harness import OUT, Spread, command_line, spread, table, write_result
-from bench.peers.shapes import SHAPES, make_model
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, FollowsGrammars, build_core
