@@ -20,6 +20,7 @@ START_S = 600.0
 """A large model, with its files on a disk."""
 SERVE = (sys.executable, "-m", "penstock", "serve")
 HERE = Path(__file__).parent / "relay"
+END_S = 20.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -59,12 +60,15 @@ class Process:
     def end(self) -> None:
         """Stop it."""
         if self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGTERM)
+            self._ask_to_end()
             try:
-                self.child.wait(10)
+                self.child.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
+
+    def _ask_to_end(self) -> None:
+        os.killpg(self.child.pid, signal.SIGTERM)
 
 
 class Served(Process):
@@ -121,15 +125,8 @@ class Served(Process):
         connection.close()
         return answer.status, text
 
-    def end(self) -> None:
-        """Stop it, and its workers with it: behind SIGTERM it would listen on for a lameduck time."""
-        if self.child.poll() is None:
-            self.child.send_signal(signal.SIGINT)
-            try:
-                self.child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.child.pid, signal.SIGKILL)
-                self.child.wait()
+    def _ask_to_end(self) -> None:
+        self.child.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
 
     def _is_ready(self) -> bool:
         try:

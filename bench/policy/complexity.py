@@ -8,7 +8,6 @@ model and got the small one, `over` the other way round. Cost is relative to giv
 model, at the price ratio and with every request alike.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,25 +80,12 @@ def score(requests: Sequence[Labelled], *, shows_misses: bool = False) -> dict[s
     }
 
 
-def microseconds(requests: Sequence[Labelled], rounds: int = 5) -> float:
-    """CPU time of one choice: the best round's mean."""
-    features, best = [request.features() for request in requests], float("inf")
-    for _ in range(rounds):
-        began = time.process_time()
-        for each in features:
-            ROUTER.choose(each, lambda _: True)
-        best = min(best, time.process_time() - began)
-    return best / len(features) * 1e6
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--part", choices=PARTS, default="held-out")
     parser.add_argument("--misses", action="store_true", help="show the wrong choices of the tuning part")
     args = parser.parse_args()
-    requests = load(args.part)
-    found = score(requests, shows_misses=args.misses and args.part == "tuning")
-    found["cpu_us_per_decision"] = round(microseconds(requests), 1)
+    found = score(load(args.part), shows_misses=args.misses and args.part == "tuning")
     print(table((args.part, ""), [(name, f"{value:.4g}") for name, value in found.items()]))
     write_result(args.json, {"part": args.part, **found})
 
