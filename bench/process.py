@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ START_S = 600.0
 """A large model, with its files on a disk."""
 SERVE = (sys.executable, "-m", "penstock", "serve")
 HERE = Path(__file__).parent / "relay"
-END_S = 20.0
+END_S, POLL_S = 20.0, 0.02
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -56,6 +56,20 @@ class Process:
         """Resident memory of all of it."""
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids())
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def wait(self, is_there: Callable[[], bool], patience_s: float = START_S) -> float:
+        """The seconds until it is.
+
+        Raises:
+            RuntimeError: it ended before, or it took too long; then it is stopped.
+        """
+        began_s = time.monotonic()
+        while not is_there():
+            if self.child.poll() is not None or time.monotonic() > began_s + patience_s:
+                self.end()
+                raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
+            time.sleep(POLL_S)
+        return time.monotonic() - began_s
 
     def end(self) -> None:
         """Stop it."""
@@ -98,13 +112,7 @@ class Served(Process):
             *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
             log=place / "log", cwd=cwd or place, **where, **environment,
         )  # fmt: skip
-        began = time.monotonic()
-        while not self._is_ready():
-            if self.child.poll() is not None or time.monotonic() > began + START_S:
-                self.end()
-                raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.1)
-        self.ready_s = round(time.monotonic() - began, 1)
+        self.ready_s = round(self.wait(self._is_ready), 1)
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> Self:

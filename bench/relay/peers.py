@@ -119,17 +119,16 @@ def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float
     return seen
 
 
-def wait_answers(place: Path, port: int, process: Process | None, patience_s: float = START_S) -> None:
+def wait_answers(place: Path, port: int, process: Process, patience_s: float = START_S) -> None:
     """Until one whole answer comes back."""
-    deadline = time.monotonic() + patience_s
-    while True:
+
+    def answers() -> bool:
         try:
-            load(place, port, Shape("probe", 1, 1, 0), 1)
-            return
-        except RuntimeError as error:
-            if time.monotonic() > deadline or (process and process.child.poll() is not None):
-                raise RuntimeError(f"it does not answer: {error}") from error
-            time.sleep(0.1)
+            return bool(load(place, port, Shape("probe", 1, 1, 0), 1))
+        except RuntimeError:
+            return False
+
+    process.wait(answers, patience_s)
 
 
 def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""How well `model: "auto"` chooses, on the labelled requests in bench/data/complexity.jsonl.
+"""How well `model: "auto"` chooses, on the labelled requests in training/complexity.jsonl.
 
-    python -m bench.policy.complexity [--part held-out|tuning|all] [--misses] [--json FILE]
+    python -m training.complexity [--part held-out|tuning|all] [--misses] [--json FILE]
 
 The labels were set by hand, one request at a time: does it need the large model? Weights may be tuned on two
 thirds (`--misses` shows what they get wrong there), the figures are of the other one. `under` needs the large
@@ -18,7 +18,7 @@ from bench.harness import command_line, table, write_result
 from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 
-DATA = Path(__file__).parents[1] / "data" / "complexity.jsonl"
+DATA = Path(__file__).with_suffix(".jsonl")
 COST_RATIO = 8.0
 """Of a token of the large model to one of the small: the usual gap between a 7B and a 70B model."""
 ROUTER = ComplexityRouter((AutoModel(model="small", up_to=0.195), AutoModel(model="large")))
