@@ -6,15 +6,15 @@ Shapes with random weights give speed; the trained demo model gives answers, whi
 import atexit
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from word_vocabulary import make_vocabulary, save_tokenizer
+
 from bench.gpu.common import Bench, Report, shape
 from bench.harness import REPOSITORY
-from bench.process import Served
+from bench.process import Served, load_report
 from penstock.models.spec import DecoderSpec
 
 DEMO = REPOSITORY / "models" / "penstock-demo-mini"
@@ -29,21 +29,13 @@ REQUESTS_EACH = 3
 
 
 def run(bench: Bench, report: Report) -> None:
-    report.put("answers", answers(bench))
+    report.put("answers", found := answers(bench))
+    summary = f"{found['equal']} of {len(QUESTIONS)} answers as on the CPU"
     for name in ("qwen3-0.6b",) if bench.tiny else ("qwen3-0.6b", "llama-3-8b"):
-        report.put(name, load(bench, name))
-        report.put("summary", headline(report.found))
-
-
-def headline(found: dict[str, Any]) -> str:
-    parts = [f"{found['answers']['equal']} of {len(QUESTIONS)} answers as on the CPU"]
-    for name in (one for one in found if isinstance(found[one], dict) and "levels" in found[one]):
-        last = found[name]["levels"][-1]
-        parts.append(f"{name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s")
-    return "; ".join(parts)
-
-
-# --- answers ----------------------------------------------------------------------------------------
+        report.put(name, measured := load(bench, name))
+        last = measured["levels"][-1]
+        summary += f"; {name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s"
+        report.put("summary", summary)
 
 
 def answers(bench: Bench) -> dict[str, Any]:
@@ -73,9 +65,6 @@ def ask(server: Served, question: str) -> str:
     return json.loads(text)["choices"][0]["message"]["content"]
 
 
-# --- load -------------------------------------------------------------------------------------------
-
-
 def load(bench: Bench, name: str) -> dict[str, Any]:
     levels = (1, 2) if bench.tiny else LEVELS
     prompt, output = (16, 4) if bench.tiny else (PROMPT_TOKENS, OUTPUT_TOKENS)
@@ -83,43 +72,22 @@ def load(bench: Bench, name: str) -> dict[str, Any]:
         model = Path(directory) / name
         write_shape(shape(name, tiny=bench.tiny), model, max_position=1024 if bench.tiny else 8192)
         engine = {"device": "cpu"} if bench.cpu else {"device": "cuda", "dtype": "bfloat16"}
-        engine |= {
-            "load_format": "random",
-            "max_running": max(levels),
-            "step_tokens": 64 if bench.tiny else STEP_TOKENS,
-        }
+        engine |= {"load_format": "random", "max_running": max(levels)}
+        engine["step_tokens"] = 64 if bench.tiny else STEP_TOKENS
         # Nothing is promised: callers in a closed loop ask for all that the server can do, however late.
         admission = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": []}
         settings = {"models": [{"path": str(model), "engine": engine}], "admission": admission}
         with served(settings) as server:
-            url = f"http://127.0.0.1:{server.port}/v1"
-            found = [json.loads(measured(url, level, prompt, output)) for level in levels]
+            found: list[dict[str, Any]] = []
+            for callers in levels:
+                requests = str(max(REQUESTS_EACH * callers, 8))
+                sizes = ("--prompt-tokens", str(prompt), "--output-tokens", str(output), "--seed", "1")
+                loop = ("--concurrency", str(callers), "--requests", requests)
+                found += load_report(server.url, KEY, *loop, *sizes)["levels"]
             return {
-                "ready_s": server.ready_s,
-                "prompt_tokens": prompt,
-                "output_tokens": output,
-                "levels": [figures(one["levels"][0]) for one in found],
-            }
-
-
-def measured(url: str, callers: int, prompt: int, output: int) -> str:
-    command = [
-        sys.executable, "-m", "penstock", "bench", "--url", url, "--key", KEY, "--seed", "1",
-        "--concurrency", str(callers), "--requests", str(max(REQUESTS_EACH * callers, 8)),
-        "--prompt-tokens", str(prompt), "--output-tokens", str(output),
-    ]  # fmt: skip
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        done = subprocess.run(
-            [*command, "--json", file.name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:])
-        print(done.stdout)
-        return Path(file.name).read_text()
+                "ready_s": server.ready_s, "prompt_tokens": prompt, "output_tokens": output,
+                "levels": [figures(one) for one in found],
+            }  # fmt: skip
 
 
 def figures(level: dict[str, Any]) -> dict[str, Any]:
@@ -131,28 +99,17 @@ def figures(level: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
-    """A directory with the config of a shape, and the demo model's tokenizer with tokens added up to its
-    vocabulary.
-    """
+    """A directory with the config of a shape, and a tokenizer of as many tokens."""
     model.mkdir()
+    vocab_size = max(spec.vocab_size, 1200)  # Of tiny shapes: all bytes, and the load generator's words.
     config = {
         "architectures": [spec.architecture],
         "model_type": spec.architecture.removesuffix("ForCausalLM").lower(), "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim, "vocab_size": spec.vocab_size, "max_position_embeddings": max_position,
+        "head_dim": spec.head_dim, "vocab_size": vocab_size, "max_position_embeddings": max_position,
         "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta, "tie_word_embeddings": spec.tied_head,
         "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
     }  # fmt: skip
-    config["vocab_size"] = max(spec.vocab_size, 4096)  # The demo tokenizer's, in tiny shapes.
     (model / "config.json").write_text(json.dumps(config))
-    for file in DEMO.glob("*.json"):
-        if file.name not in ("config.json", "tokenizer.json"):
-            (model / file.name).write_text(file.read_text())
-    for file in DEMO.glob("*.jinja"):
-        (model / file.name).write_text(file.read_text())
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    known = tokenizer["model"]["vocab"]
-    taken = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}
-    known.update((f"\u0120x{i}", i) for i in range(config["vocab_size"]) if i not in taken)
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    save_tokenizer(make_vocabulary(vocab_size), model, context=max_position)

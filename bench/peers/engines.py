@@ -8,18 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
+from bench.harness import OUT
 from bench.process import START_S, Process
-from penstock.config.load import parse_config
-from penstock.errors import ConfigError
 
-OUT = Path(__file__).resolve().parents[1] / "out"
 PEERS = OUT / "peers"
 VLLM = PEERS / "vllm" / "bin"
 LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" / "bin"}
@@ -27,21 +22,15 @@ LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" /
 LOWERED = {
     "": {},
     "avx2": {
-        "PENSTOCK_NATIVE_ISA": "avx2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "PENSTOCK_NATIVE_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "AVX2",
     },
-}
+}  # fmt: skip
 """Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
-POLL_S = 0.02
 KV_GIB = 1
-INSTALL = {
-    "vllm": "bench/peers/install_vllm.sh",
-    "llama.cpp": "bench/peers/install_llama_cpp.sh",
-}
+INSTALL = {"vllm": "bench/peers/install_vllm.sh", "llama.cpp": "bench/peers/install_llama_cpp.sh"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +42,6 @@ class Variant:
 
     engine: str
     precision: str
-    bits: int
-    """Per weight; figures of 16 bits are compared with those of 16 bits."""
     isa: str = ""
     """The instruction set that it is held to, of those in `LOWERED`."""
 
@@ -62,17 +49,22 @@ class Variant:
     def name(self) -> str:
         return f"{self.engine} {self.precision}"
 
+    @property
+    def asked_as(self) -> str:
+        """On the command line."""
+        return f"{self.engine}:{self.precision}"
+
 
 VARIANTS = (
-    Variant("ours", "bf16", 16),
-    Variant("ours", "torch", 16),
-    Variant("ours", "int8", 8),
-    Variant("ours", "int4", 4),
-    Variant("vllm", "bf16", 16),
-    Variant("llama.cpp", "bf16", 16),
-    Variant("llama.cpp", "f16", 16),
-    Variant("llama.cpp", "q8_0", 8),
-    Variant("llama.cpp", "q4_0", 4),
+    Variant("ours", "bf16"),
+    Variant("ours", "torch"),
+    Variant("ours", "int8"),
+    Variant("ours", "int4"),
+    Variant("vllm", "bf16"),
+    Variant("llama.cpp", "bf16"),
+    Variant("llama.cpp", "f16"),
+    Variant("llama.cpp", "q8_0"),
+    Variant("llama.cpp", "q4_0"),
 )
 """In the order of the tables. torch is bfloat16 without our compiled kernels. f16 is llama.cpp's faster
 16-bit type on processors without bfloat16 instructions."""
@@ -91,7 +83,7 @@ class Launch:
 def missing(variant: Variant) -> str:
     """Why this variant cannot run here, or an empty string."""
     if variant.engine == "ours":
-        return _unknown_setting(variant.precision)
+        return ""
     if variant.engine == "vllm" and variant.isa:
         return "it has no lower instruction set"
     program = {"vllm": VLLM / "vllm", "llama.cpp": LLAMA_CPP[variant.isa] / "llama-server"}[variant.engine]
@@ -125,7 +117,7 @@ def _ours(variant: Variant, model: Path, port: int) -> Launch:
     precision = variant.precision
     config = OUT / f"engine-bench-{model.name}-{precision}.yaml"
     flags = ("serve", "-c", str(config), "--port", str(port), "--no-auth", "--log-level", "warning")
-    text = yaml.safe_dump(_our_config(precision, model))
+    text = json.dumps(_our_config(precision, model))
     state = {"PENSTOCK_STATE_DIR": str((OUT / "state").absolute())}  # Its ledger is not the user's.
     environment = state | LOWERED[variant.isa]
     return Launch((sys.executable, "-m", "penstock", *flags), environment, files={config: text})
@@ -134,11 +126,9 @@ def _ours(variant: Variant, model: Path, port: int) -> Launch:
 def our_settings(precision: str) -> dict[str, object]:
     """The `engine` branch of our configuration."""
     engine: dict[str, object] = {
-        "dtype": "bfloat16",
-        "max_model_len": CONTEXT,
-        "max_running": STREAMS_MAX,
+        "dtype": "bfloat16", "max_model_len": CONTEXT, "max_running": STREAMS_MAX,
         "kv_memory_bytes": KV_GIB * 1024**3,
-    }
+    }  # fmt: skip
     more = {"bf16": {}, "torch": {"kernels": "torch"}}.get(precision, {"quantization": precision})
     return engine | more
 
@@ -147,14 +137,6 @@ def _our_config(precision: str, model: Path) -> dict[str, object]:
     """Without promises: with the default ones our server refuses late callers, and no peer does that."""
     models = [{"path": str(model), "name": model.name, "engine": our_settings(precision)}]
     return {"models": models, "admission": {"ttft_target_ms": 0, "tpot_target_ms": 0}}
-
-
-def _unknown_setting(precision: str) -> str:
-    try:
-        parse_config(json.dumps(_our_config(precision, Path("model"))))
-    except ConfigError as error:
-        return f"this version cannot: {error}"
-    return ""
 
 
 def _vllm(variant: Variant, model: Path, port: int) -> Launch:
@@ -190,18 +172,19 @@ def gguf_path(model: Path, precision: str) -> Path:
 
 
 def make_gguf(model: Path, variant: Variant) -> None:
-    """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the
-    next run.
+    """Convert to bfloat16 with llama.cpp's own writer (its converter refuses tokenizers that it has not met),
+    and from there with its quantizer; kept for the next run.
 
     Raises:
         subprocess.CalledProcessError: the quantizer failed.
     """
-    from bench.peers.gguf import convert
+    from gguf_files import convert
 
     base, target = gguf_path(model, "bf16"), gguf_path(model, variant.precision)
     base.parent.mkdir(parents=True, exist_ok=True)
     if not base.exists():
-        convert(model, base)
+        whole = convert(model, base.with_suffix(".partial"), recipe="gguf-bf16", pre="gpt-2")
+        whole.rename(base)
     if not target.exists():
         partial = target.with_suffix(".partial")
         quantize = str(LLAMA_CPP[variant.isa] / "llama-quantize")
@@ -214,32 +197,20 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class DidNotStart(Exception):
-    """The server ended or did not answer in time; the message has the end of its log."""
-
-
 @contextlib.contextmanager
 def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[tuple[Process, float]]:
     """The server inside the block, and the seconds from its start to its first answered request.
 
     Raises:
-        DidNotStart: it ended before its first answer, or had none in time.
+        RuntimeError: it ended before its first answer, or had none in time.
     """
     for path, text in launch.files.items():
         path.write_text(text, encoding="utf-8")
     log.unlink(missing_ok=True)
-    started = time.monotonic()
     # Everybody keeps compiled modules, as an installed server does.
     process = Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment)
     try:
-        while not _answers(port, model):
-            waited = time.monotonic() - started
-            if process.child.poll() is not None or waited > START_S:
-                raise DidNotStart(
-                    f"no answer after {waited:.0f} s:\n{log.read_text(errors='replace')[-2000:]}"
-                )
-            time.sleep(POLL_S)
-        yield process, time.monotonic() - started
+        yield process, process.wait(lambda: _answers(port, model))
     finally:
         process.end()
 
