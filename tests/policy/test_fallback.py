@@ -5,7 +5,8 @@ waits and then is told.
 from penstock.clock import NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.flow import FallBack, Outcome, Queued, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
@@ -30,8 +31,8 @@ def made(*, small: int = 4, **queue) -> FlowControl:
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )
     facts = {"large": ModelFacts(adapters=frozenset(("a",))), "small": ModelFacts(max_model_len=100)}
-    gate = Gate(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
-    control = FlowControl(config, Policies(admission=gate))
+    admission = AdmissionControl(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
+    control = FlowControl(config, Policies(admission=admission))
     control.set_worker(0, "large", W, WorkerView(max_running=1))
     if small:
         control.set_worker(0, "small", V, WorkerView(max_running=small))

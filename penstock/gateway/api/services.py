@@ -23,7 +23,7 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.admission.gate import Gate
+from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
@@ -279,7 +279,7 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
-    gate: Gate
+    admission: AdmissionControl
     limiter: Limiter
     ask_store: Callable[[RequestFacts], Awaitable[None]] | None
     """Asks the store of shared limits for what a request needs and is not on lease here; None: there is no

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerError, WorkerUnavailable
-from penstock.policy.contracts import Pass, RouteLoad
+from penstock.policy.contracts import Look, Pass, RouteLoad
 from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.extras.hooks import AttemptClock, Hooks
 from penstock.policy.extras.quarantine import CrashQuarantine
@@ -40,7 +40,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.request import Action, Evict, Request, Settled, charge, request_of, victims, work_of
+from penstock.policy.request import Action, Evict, Request, Settled, charge, request_of, victims
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -384,9 +384,9 @@ class FlowControl:
             )
         return model_queue
 
-    def _look(self, now_ns: int, facts: RequestFacts) -> Callable[[str], RouteLoad]:
+    def _look(self, now_ns: int, facts: RequestFacts) -> Look:
         def look(route: str) -> RouteLoad:
-            return self._model_queue(now_ns, route).load(now_ns, work_of(facts, now_ns, 0))
+            return self._model_queue(now_ns, route).load(now_ns, facts)
 
         return look
 

@@ -15,9 +15,9 @@ from penstock.policy.contracts import (
     Lengths,
     Levels,
     Limits,
+    Look,
     Pass,
     Prices,
-    RouteLoad,
     TokenHold,
 )
 from penstock.policy.extras.hedging import Hedges
@@ -123,16 +123,16 @@ class AdmitAll:
 
     __slots__ = ()
 
-    def decide(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> Pass:
+    def decide(self, now_ns: int, facts: RequestFacts, look: Look) -> Pass:
         """Yes."""
         del now_ns, facts, look
         return _PASS
 
-    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> None:
+    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Look) -> None:
         """No."""
         del now_ns, facts, look
 
-    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Look) -> str:
         """Nowhere."""
         del now_ns, facts, look
         return ""

@@ -21,12 +21,12 @@ from typing import cast
 import msgspec
 
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
-from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.contracts import Health, Pass, Refusal, RouteLoad, TokenHold
+from penstock.policy.contracts import Health, Look, Pass, Refusal, TokenHold
 from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
     Diverted,
+    DowngradeReason,
     Event,
     FallBack,
     Outcome,
@@ -308,7 +308,7 @@ next."""
 FOREIGN_MIGRATIONS_MAX = 1
 """How often a stream leaves foreign engines. Whether it is what ended one is not known: the crash quarantine
 hears of our own workers' deaths only."""
-Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
+_LookFor = Callable[[int, RequestFacts], Look]
 """How models stand for a request: `contracts.Admission.decide` asks."""
 
 _WHY: Mapping[type[PenstockError], DowngradeReason] = {AttemptTimeout: "timeout", WorkerBusy: "busy"}
@@ -333,7 +333,7 @@ class Fallbacks:
         policies: Policies,
         accounts: Accounts,
         requests: Mapping[RequestId, Request],
-        look: Look,
+        look: _LookFor,
         *,
         retries_max: int,
     ) -> None:
@@ -479,7 +479,8 @@ class Fallbacks:
         if not isinstance(verdict, Pass):
             return None
         work = work_of(facts, request.arrived_ns, 0, verdict)
-        if model_queue.queue.would_refuse(work):
+        queue = model_queue.queue
+        if queue.would_refuse(queue.level_of(work.band), work.tenant, work.num_bytes):
             return None
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
