@@ -151,8 +151,8 @@ def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
 
     def wait(name: str) -> None:
         facts = arrival(name)
-        holds = accounts.open(0, facts)
-        request = requests[facts.id] = request_of(facts, 0, model_queue, holds)
+        request = requests[facts.id] = request_of(facts, 0, model_queue)
+        assert accounts.open(0, request) is None
         model_queue.queue.push(0, request)
 
     for i in range(ASKED_MAX - 1):

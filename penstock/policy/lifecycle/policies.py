@@ -26,26 +26,11 @@ from penstock.policy.flow import SLICE_TOKENS, RequestFacts
 from penstock.policy.placement.pick import least_loaded
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
+from penstock.policy.request import NO_TOKENS
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
-
-class _NoTokenHold:
-    """Holds nothing. One object is enough for all requests."""
-
-    __slots__ = ()
-
-    def renew(self, now_ns: int, num_output_tokens: int) -> None:
-        del now_ns, num_output_tokens
-
-    def settle(self, now_ns: int, actual_tokens: int) -> None:
-        del now_ns, actual_tokens
-
-    def undo(self, now_ns: int) -> None:
-        del now_ns
-
-
-NO_TOKENS, _PASS = _NoTokenHold(), Pass()
+_PASS = Pass()
 _NO_WORKERS = frozenset[WorkerId]()
 
 

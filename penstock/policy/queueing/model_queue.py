@@ -363,10 +363,7 @@ class ModelQueue:
         if work.hold_ns > now_ns and self._is_held(work, blocked):
             return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
-        if self.peers.ids or self._deployments:
-            found = self._place(now_ns, work, avoid, blocked)
-        else:  # As nearly always.
-            found = self.placement.place(now_ns, work, self.workers, avoid, blocked)
+        found = self._place(now_ns, work, avoid, blocked)
         if isinstance(found, Hold):
             has_time = not work.start_by_ns or found.until_ns < work.expires_ns
             if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):

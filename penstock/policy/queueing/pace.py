@@ -148,7 +148,8 @@ class Pace:
 
     def is_any_late(self, now_ns: int) -> bool:
         """Whether requests of some band were."""
-        return any(now_ns - late_ns <= LATE_NS for late_ns in self._late_ns.values())
+        late = self._late_ns
+        return bool(late) and any(now_ns - late_ns <= LATE_NS for late_ns in late.values())
 
     def too_late(self, now_ns: int, work: Work) -> None:
         """It left the queue because its start would have been too late."""
