@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,21 +22,15 @@ LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" /
 LOWERED = {
     "": {},
     "avx2": {
-        "PENSTOCK_NATIVE_ISA": "avx2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "PENSTOCK_NATIVE_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "AVX2",
     },
-}
+}  # fmt: skip
 """Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
-POLL_S = 0.02
 KV_GIB = 1
-INSTALL = {
-    "vllm": "bench/peers/install_vllm.sh",
-    "llama.cpp": "bench/peers/install_llama_cpp.sh",
-}
+INSTALL = {"vllm": "bench/peers/install_vllm.sh", "llama.cpp": "bench/peers/install_llama_cpp.sh"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +42,6 @@ class Variant:
 
     engine: str
     precision: str
-    bits: int
-    """Per weight; figures of 16 bits are compared with those of 16 bits."""
     isa: str = ""
     """The instruction set that it is held to, of those in `LOWERED`."""
 
@@ -65,15 +56,15 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("ours", "bf16", 16),
-    Variant("ours", "torch", 16),
-    Variant("ours", "int8", 8),
-    Variant("ours", "int4", 4),
-    Variant("vllm", "bf16", 16),
-    Variant("llama.cpp", "bf16", 16),
-    Variant("llama.cpp", "f16", 16),
-    Variant("llama.cpp", "q8_0", 8),
-    Variant("llama.cpp", "q4_0", 4),
+    Variant("ours", "bf16"),
+    Variant("ours", "torch"),
+    Variant("ours", "int8"),
+    Variant("ours", "int4"),
+    Variant("vllm", "bf16"),
+    Variant("llama.cpp", "bf16"),
+    Variant("llama.cpp", "f16"),
+    Variant("llama.cpp", "q8_0"),
+    Variant("llama.cpp", "q4_0"),
 )
 """In the order of the tables. torch is bfloat16 without our compiled kernels. f16 is llama.cpp's faster
 16-bit type on processors without bfloat16 instructions."""
@@ -135,11 +126,9 @@ def _ours(variant: Variant, model: Path, port: int) -> Launch:
 def our_settings(precision: str) -> dict[str, object]:
     """The `engine` branch of our configuration."""
     engine: dict[str, object] = {
-        "dtype": "bfloat16",
-        "max_model_len": CONTEXT,
-        "max_running": STREAMS_MAX,
+        "dtype": "bfloat16", "max_model_len": CONTEXT, "max_running": STREAMS_MAX,
         "kv_memory_bytes": KV_GIB * 1024**3,
-    }
+    }  # fmt: skip
     more = {"bf16": {}, "torch": {"kernels": "torch"}}.get(precision, {"quantization": precision})
     return engine | more
 
@@ -208,32 +197,20 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class DidNotStart(Exception):
-    """The server ended or did not answer in time; the message has the end of its log."""
-
-
 @contextlib.contextmanager
 def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[tuple[Process, float]]:
     """The server inside the block, and the seconds from its start to its first answered request.
 
     Raises:
-        DidNotStart: it ended before its first answer, or had none in time.
+        RuntimeError: it ended before its first answer, or had none in time.
     """
     for path, text in launch.files.items():
         path.write_text(text, encoding="utf-8")
     log.unlink(missing_ok=True)
-    started = time.monotonic()
     # Everybody keeps compiled modules, as an installed server does.
     process = Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment)
     try:
-        while not _answers(port, model):
-            waited = time.monotonic() - started
-            if process.child.poll() is not None or waited > START_S:
-                raise DidNotStart(
-                    f"no answer after {waited:.0f} s:\n{log.read_text(errors='replace')[-2000:]}"
-                )
-            time.sleep(POLL_S)
-        yield process, time.monotonic() - started
+        yield process, process.wait(lambda: _answers(port, model))
     finally:
         process.end()
 
