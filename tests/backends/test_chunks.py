@@ -22,6 +22,7 @@ from penstock.backends.http.client import HttpClient, _Connection
 from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.openai import ChatReader
 from penstock.backends.http.dialects.vllm import VllmReader
+from penstock.backends.http.envelope import Forms
 from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import Anomaly, HttpAddress, HttpLimits
 from penstock.clock import ManualClock
@@ -76,7 +77,9 @@ class Received:
 class Played:
     """A stream over a connection whose reads are given; `whole`: it may take reads whole."""
 
-    def __init__(self, kind: str, *, whole: bool, limits: HttpLimits | None = None) -> None:
+    def __init__(
+        self, kind: str, *, whole: bool, limits: HttpLimits | None = None, forms: Forms | None = None
+    ) -> None:
         clock, self.received, limits = ManualClock(), Received(), limits or HttpLimits()
         client = HttpClient(HttpAddress.parse("http://localhost:1"), limits, clock)
         self.transport = FakeTransport()
@@ -86,7 +89,7 @@ class Played:
         tokenizer = byte_tokenizer()
         pieces = PieceTokens(tokenizer)
         self.holes = Holes(pieces)
-        context = StreamContext(tokenizer, pieces, self.holes, clock, self.received, limits)
+        context = StreamContext(tokenizer, pieces, self.holes, forms or Forms(), clock, self.received, limits)
         sampling = SamplingParams(max_tokens=10_000)
         request = GenerateRequest(request_id=RequestId("r"), prompt_token_ids=(1,), sampling=sampling)
         stream = HttpStream(
