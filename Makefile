@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-transformers test-wheel test-console test-cells test-leader console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-transformers test-wheel test-console test-cells test-leader console console-check check format bench bench-engine bench-ratchet bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,11 +73,6 @@ test-transformers:  ## what `penstock quantize` writes, in transformers beside o
 	@$(DEV)
 	@scripts/install_gptqmodel.sh
 	@$(BIN)/python scripts/check_transformers.py
-
-bench-schemas:  ## compile schemas that others wrote, of packages that it installs first (ARGS="--json FILE --show"; minutes)
-	@$(DEV)
-	@scripts/install_foreign_schemas.sh
-	@$(BIN)/python -m bench.grammar.foreign_schemas --python $(VENV)/foreign/bin/python $(ARGS)
 
 test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
 	@$(DEV)
@@ -142,14 +137,9 @@ simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against
 	@$(DEV)
 	@$(BIN)/python -m bench.sim.gate $(ARGS)
 
-simulate-record:  ## after a policy changed: the gate's baseline, the figures of docs/testing-overload.md (minutes)
-	@$(DEV)
-	@$(BIN)/python -m bench.sim.gate --update
-	@$(BIN)/python -m bench.sim.scenarios --json docs/results/sim-scenarios.json
-
 simulate-nightly:  ## two thousand seeds with drawn failures, each checked, and every scenario on 50 seeds (hours)
 	@$(DEV)
-	@$(BIN)/python -m bench.sim.swarm --seeds 2000
+	@$(BIN)/python scripts/swarm.py --seeds 2000
 	@$(BIN)/python -m bench.sim.gate --seeds 50
 
 train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)

@@ -29,6 +29,8 @@ from penstock.bench.report import read_environment
 from penstock.cli.python_build import python_build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OUT = REPOSITORY / "bench" / "out"
+"""For what is made and kept: models, peers, logs; not in the repository."""
 LIST_PACKAGES = (
     "import importlib.metadata, json, sys; "
     "print(json.dumps({d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}))"
@@ -153,6 +155,30 @@ def in_turns(
             if number >= 0:
                 found[name].append(value)
     return found
+
+
+Rounds = Mapping[str, Mapping[str, Sequence[float]]]
+"""By case and kind a figure of each round. A case's first kind is its baseline."""
+
+
+def ratios(found: Rounds) -> dict[str, Spread]:
+    """Of each kind over the baseline of its case, by "case, kind"."""
+    return {
+        f"{case}, {kind}": ratio(each, next(iter(kinds.values())))
+        for case, kinds in found.items()
+        for kind, each in list(kinds.items())[1:]
+    }
+
+
+def rounds_table(title: str, unit: str, found: Rounds) -> str:
+    """Every case and kind with its spread and its ratio."""
+    over = ratios(found)
+    rows = [
+        (case, kind, spread(each), over.get(f"{case}, {kind}", ""))
+        for case, kinds in found.items()
+        for kind, each in kinds.items()
+    ]
+    return table((title, "", unit, "over the first"), rows)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

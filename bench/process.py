@@ -1,4 +1,6 @@
-"""A child process, a port for it and what it uses; `penstock serve` as one; the C programs of bench/relay."""
+"""A child process, a port for it and what it uses; `penstock serve` as one, and `penstock bench` at it; the C
+programs of bench/relay.
+"""
 
 import http.client
 import json
@@ -8,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 START_S = 600.0
 """A large model, with its files on a disk."""
@@ -98,6 +101,7 @@ class Served(Process):
                 raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         self.ready_s = round(time.monotonic() - began, 1)
+        self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +136,21 @@ class Served(Process):
             return self.ask("GET", "/ready")[0] == 200
         except (OSError, http.client.HTTPException):
             return False
+
+
+def load_report(url: str, key: str, *flags: str) -> dict[str, Any]:
+    """The report of one `penstock bench`, whose progress bar shows.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [*SERVE[:-1], "bench", "--url", url, "--json", file.name, *flags]
+        environment = {**os.environ, "PENSTOCK_API_KEY": key}
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=environment, text=True)
+        if done.returncode:
+            raise RuntimeError(f"penstock bench ended with {done.returncode}: {done.stdout[-2000:]}")
+        return json.loads(Path(file.name).read_text())
 
 
 def family(pid: int) -> list[int]:

@@ -22,6 +22,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Some machines (containers mostly) tell Python to keep no bytecode. Every server that a test starts would
+# compile all of Penstock again, and every run would rewrite all tests' assertions.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A test may run pytest in a process of its own, whose tests are its parts: it holds their locks already.
 INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 import uvloop
+from known_shapes import SHAPES, make_model
 
-from bench.harness import REPOSITORY, command_line, write_result
+from bench.harness import OUT, REPOSITORY, command_line, write_result
 from bench.peers.engines import (
-    OUT,
     STREAMS_MAX,
     VARIANTS,
     DidNotStart,
@@ -39,23 +39,27 @@ from bench.peers.engines import (
     serving,
     versions,
 )
-from bench.peers.figures import LOADED, MEMORY, READY, Run, tables, verdicts
-from bench.peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, Plan
-from bench.peers.shapes import SHAPES, make_model
-from bench.process import Process, free_port
+from bench.peers.figures import LOADED, MEMORY, READY, Run, tables
+from bench.peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Figures, Streams, level
+from bench.process import free_port
 from penstock.bench.report import cpu_info
 from penstock.errors import PenstockError
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 REQUESTS = {"28m": (6, 16), "494m": (3, 6)}
 """Of each caller, and of a level at least: enough for steady figures, fewer of the slow model."""
+BROKEN = (PenstockError, RuntimeError, TimeoutError, IndexError)
+"""How a measurement fails."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--models", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--engines", help="engines (ours, vllm, llama.cpp) or variants (ours:int8)")
-    parser.add_argument("--levels", help="requests at once (default: 1,8,32; with --quick 1,8)")
+    parser.add_argument("--models", type=names, default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--engines", type=names, default=sorted({one.engine for one in VARIANTS}),
+        help="engines (ours, vllm, llama.cpp) or variants (ours:int8)",
+    )  # fmt: skip
+    parser.add_argument("--levels", type=names, help="requests at once (default: 1,8,32; with --quick 1,8)")
     parser.add_argument("--rounds", type=int, help="times each server is started (3; with --quick 1)")
     parser.add_argument("--requests", type=int, help="per level (default: more for more at once)")
     parser.add_argument("--quick", action="store_true", help="one round, 16-bit variants, 1 and 8 at once")
@@ -69,29 +73,29 @@ def parse_arguments() -> argparse.Namespace:
         "--show", type=Path, metavar="FILE", help="measure nothing: the tables of such a file"
     )
     args = parser.parse_args()
-    args.models = args.models.split(",")
-    args.levels = [int(part) for part in (args.levels or ("1,8" if args.quick else "1,8,32")).split(",")]
+    args.levels = [int(part) for part in args.levels or (("1", "8") if args.quick else ("1", "8", "32"))]
     args.rounds = args.rounds or (1 if args.quick else 3)
     if unknown := [name for name in args.models if name not in SHAPES]:
         parser.error(f"--models: no such model: {', '.join(unknown)} (there are {', '.join(SHAPES)})")
-    if not all(0 < level <= STREAMS_MAX for level in args.levels):
+    if not all(0 < callers <= STREAMS_MAX for callers in args.levels):
         parser.error(f"--levels are from 1 to {STREAMS_MAX}")
     args.variants = [replace(one, isa=args.isa) for one in chosen(args.engines, quick=args.quick)]
     if not args.variants:
-        known = sorted(
-            {one.engine for one in VARIANTS} | {f"{one.engine}:{one.precision}" for one in VARIANTS}
-        )
-        parser.error(f"--engines: nothing is called {args.engines} (there are {', '.join(known)})")
+        known = sorted({one.engine for one in VARIANTS} | {one.asked_as for one in VARIANTS})
+        parser.error(f"--engines: none is called {', '.join(args.engines)} (there are {', '.join(known)})")
     return args
 
 
-def chosen(engines: str | None, *, quick: bool) -> list[Variant]:
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def chosen(asked: Sequence[str], *, quick: bool) -> list[Variant]:
     """The variants that the flags ask for; torch's kernels are slow, and measured when they are asked for."""
-    names = {one.engine for one in VARIANTS} if engines is None else set(engines.split(","))
 
     def is_asked(one: Variant) -> bool:
         by_engine = one.precision == "bf16" if quick else one.precision != "torch"
-        return (one.engine in names and by_engine) or f"{one.engine}:{one.precision}" in names
+        return (one.engine in asked and by_engine) or one.asked_as in asked
 
     return [one for one in VARIANTS if is_asked(one)]
 
@@ -106,47 +110,50 @@ def prepare(models: Sequence[str], variants: Sequence[Variant]) -> dict[str, Pat
     return folders
 
 
-async def measured(
-    process: Process, url: str, model: str, plan: Plan, tag: str
-) -> tuple[dict[str, float], dict[str, int], list[str]]:
-    """Everything that is measured of one running server, what failed, and what went wrong: one measurement's
-    failure does not lose the others.
-    """
-    bench, troubles = Bench(url, model, plan, tag), list[str]()
-    figures, errors = dict[str, float](), dict[str, int]()
+def levels_of(model: str, args: argparse.Namespace) -> dict[int, int]:
+    """How many requests to send, by callers."""
+    each, least = REQUESTS[model]
+    return {callers: args.requests or max(least, each * callers) for callers in args.levels}
+
+
+async def beside_long_prompts(url: str, model: str, seed: int) -> tuple[Figures, list[str]]:
+    """A shared prefix and the arrival of a long prompt; the failure of one does not lose the other."""
+    streams, figures, troubles = Streams(url, model, seed), Figures(), list[str]()
     try:
-        await bench.calibrate()
-        for callers, requests in plan.levels.items():
-            found, failed = await bench.level(callers, requests)
-            figures |= found
-            errors |= failed
-        for job in (bench.prefix, bench.arrival) if plan.has_long else ():
+        for job in (streams.prefix, streams.arrival):
             try:
                 figures |= await job()
-            except (PenstockError, RuntimeError, TimeoutError, IndexError) as error:
+            except BROKEN as error:
                 troubles.append(f"{job.__name__}: {error or type(error).__name__}")
-        figures[MEMORY] = process.rss_mb() / 1e3
     finally:
-        await bench.close()
-    return figures, errors, troubles
+        await streams.close()
+    return figures, troubles
 
 
-def one_run(variant: Variant, folder: Path, plan: Plan, number: int) -> Run | None:
+def one_run(variant: Variant, folder: Path, number: int, args: argparse.Namespace) -> Run | None:
     """Start, measure, stop. None if the server did not start or broke; the others go on."""
-    port, read_s = free_port(), reading_s(folder)
-    log = OUT / f"engine-bench-{variant.engine}-{variant.precision}-{folder.name}.log"
-    start = launch(variant, folder, port)
+    port, read_s, model = free_port(), reading_s(folder), folder.name
+    log, url = (
+        OUT / f"engine-bench-{variant.engine}-{variant.precision}-{model}.log",
+        f"http://127.0.0.1:{port}/v1",
+    )
+    figures, errors, troubles = Figures(), dict[str, int](), list[str]()
     try:
-        with serving(start, folder.name, port, log) as (process, ready_s):
-            url = f"http://127.0.0.1:{port}/v1"
-            work = measured(process, url, folder.name, plan, f"r{number}")
-            figures, errors, troubles = uvloop.run(work)
-    except (DidNotStart, PenstockError) as error:
-        print(f"{folder.name} {variant.name}: {error}", file=sys.stderr)
+        with serving(launch(variant, folder, port), model, port, log) as (process, ready_s):
+            figures |= {READY: ready_s, LOADED: ready_s - read_s}
+            for callers, requests in levels_of(model, args).items():
+                found, failed = level(url, callers, requests, args.seed)
+                figures |= found
+                errors |= failed
+            if not args.skip_long:
+                found, troubles = uvloop.run(beside_long_prompts(url, model, args.seed))
+                figures |= found
+            figures[MEMORY] = process.rss_mb() / 1e3
+    except (DidNotStart, *BROKEN) as error:
+        print(f"{model} {variant.name}: {error}", file=sys.stderr)
         return None
-    figures |= {READY: ready_s, LOADED: ready_s - read_s}
     run = Run(
-        model=folder.name, variant=variant.name, round=number, errors=errors, troubles=tuple(troubles),
+        model=model, variant=variant.name, round=number, errors=errors, troubles=tuple(troubles),
         figures={name: round(value, 3) for name, value in figures.items()},
     )  # fmt: skip
     print(f"{run.model} round {number} {run.variant}: {run.figures} {run.errors} {run.troubles}", flush=True)
@@ -163,12 +170,6 @@ def reading_s(folder: Path) -> float:
     return time.monotonic() - started
 
 
-def plan_of(model: str, args: argparse.Namespace) -> Plan:
-    each, least = REQUESTS[model]
-    levels = {callers: args.requests or max(least, each * callers) for callers in args.levels}
-    return Plan(seed=args.seed, levels=levels, has_long=not args.skip_long)
-
-
 def document(
     args: argparse.Namespace, runs: list[Run], variants: list[Variant], skipped: dict[str, str]
 ) -> dict[str, Any]:
@@ -179,15 +180,13 @@ def document(
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
         "settings": {
             "models": {name: msgspec.to_builtins(SHAPES[name].config()) for name in args.models},
-            "parameters": {name: SHAPES[name].parameters for name in args.models},
             "engine": {one.name: our_settings(one.precision) for one in variants if one.engine == "ours"},
             "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS,
-            "requests": {name: plan_of(name, args).levels for name in args.models},
+            "requests": {name: levels_of(name, args) for name in args.models},
         },
         "commands": {one.name: printable(one) for one in variants},
         "skipped": skipped,
         "runs": msgspec.to_builtins(runs),
-        "verdicts": msgspec.to_builtins(verdicts(runs)),
     }  # fmt: skip
 
 
@@ -209,15 +208,14 @@ def main() -> int:
     for name, why in skipped.items():
         print(f"without {name}: {why}", file=sys.stderr)
     variants = [one for one in args.variants if one.name not in skipped]
-    OUT.mkdir(exist_ok=True)
     folders, runs = prepare(args.models, variants), list[Run]()
-    path = OUT / time.strftime("engine-peers-%Y%m%d-%H%M%S.json")
+    path = args.json or OUT / time.strftime("engine-peers-%Y%m%d-%H%M%S.json")
     try:
         for model in args.models:
             for number in range(1, args.rounds + 1):
                 # Every second round goes backwards: nobody is always measured on the warmer machine.
                 for variant in variants if number % 2 else reversed(variants):
-                    run = one_run(variant, folders[model], plan_of(model, args), number)
+                    run = one_run(variant, folders[model], number, args)
                     if run is not None:
                         runs.append(run)
                         write_result(path, document(args, runs, variants, skipped), versions(variants))
@@ -226,7 +224,6 @@ def main() -> int:
     if not runs:
         return 1
     print(tables(runs))
-    write_result(args.json, document(args, runs, variants, skipped), versions(variants))
     return 0
 
 

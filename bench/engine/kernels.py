@@ -1,37 +1,48 @@
 """Native kernels: a layer's product and the draw of a token beside torch's, attention over int8 KV beside
-bfloat16.
+bfloat16; and with `ggml` products beside llama.cpp's own.
 
     python -m bench.engine.kernels [product] [draw] [attention] [--rounds 15] [--all-shapes] [--json FILE]
+    bench/peers/install_llama_cpp.sh avx2
+    python -m bench.engine.kernels ggml --all-shapes --isa avx2 [--rounds 7] [--json FILE]
 
 CPU time of one thread, in turns, so that what else the machine does counts for little. Weights rotate through
 more memory than the last-level cache gives one core, keys and values through the layers of a model: they are
-read from where a model's would be. Ratios are over torch, and over bfloat16.
+read from where a model's would be. Ratios are over torch, over bfloat16, and over ggml (below 1: ours takes
+less time).
 """
 
 import itertools
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from native_ops import Rows, linear, paged_attention
+from native_ops import Rows, linear, linear_job, paged_attention
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
+from bench.harness import OUT, REPOSITORY, Spread, command_line, in_turns, ratios, rounds_table, write_result
+from bench.peers.engines import LLAMA_CPP
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import LayerCache
 from penstock.engine.native.library import Type
-from penstock.engine.native.weights import exact, int4, int8, pack
+from penstock.engine.native.weights import Matrix, exact, int4, int8, pack
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows
 from penstock.types import BLOCK_TOKENS
 
 SHAPES = {
-    "28M gate_up": (2816, 512), "28M qkv": (768, 512), "28M down": (512, 1408), "0.5B qkv": (1152, 896),
-    "0.5B gate_up": (9728, 896), "0.5B down": (896, 4864), "wide": (4096, 4096), "0.5B head": (151936, 896),
+    "28M gate_up": (2176, 512), "28M down": (512, 1088), "494M gate_up": (9728, 896),
+    "494M down": (896, 4864), "28M qkv": (1024, 512), "494M qkv": (1152, 896), "wide": (4096, 4096),
+    "494M head": (151936, 896),
 }  # fmt: skip
+GGML = {"bf16": "f16", "int8": "q8_0", "int4": "q4_0"}
+"""The type of llama.cpp that each of ours is held against."""
+GGML_SHAPES, SWEEPS = 4, 5
+"""The first of the shapes, and over how many sweeps the least time is taken."""
 ROTATION_BYTES, COPIES_MAX = 256 << 20, 64
 DRAWS: dict[str, dict[str, float]] = {
     "top_p 0.9": {"top_p": 0.9}, "temperature": {}, "greedy": {"temperature": 0.0}, "top_k 50": {"top_k": 50},
@@ -47,8 +58,9 @@ STEPS = {
 }
 """Rows, their tokens, and how many of them are new."""
 LAYERS, BURST = 12, 8
-SHORT = {"product": 2, "draw": 4, "attention": 1}
-"""So many cases of each question are the ratchet's."""
+SHORT = {"product": 2, "draw": 4, "attention": 1, "ggml": 3}
+"""So many cases of each question without `--all-shapes`."""
+RATCHET = ("product", "draw", "attention")
 
 Kinds = dict[str, Callable[[], float]]
 """By kind: microseconds of a call. The first kind is what the others are held against."""
@@ -70,19 +82,58 @@ def burst(calls: Iterable[Callable[[], object]], num: int = BURST) -> Callable[[
     return once
 
 
+def copies_of(n: int, k: int) -> int:
+    return max(2, min(COPIES_MAX, ROTATION_BYTES // (n * k * 2)))
+
+
+def forms(kernels: NativeLibrary) -> dict[str, Callable[[torch.Tensor], Matrix]]:
+    return {"bf16": exact, "int8": partial(int8, kernels), "int4": partial(int4, kernels)}
+
+
 def product(kernels: NativeLibrary, shape: tuple[int, int], rows: int) -> Kinds:
     n, k = shape
-    plain = [
-        torch.randn(n, k).bfloat16() for _ in range(max(2, min(COPIES_MAX, ROTATION_BYTES // (n * k * 2))))
-    ]
+    plain = [torch.randn(n, k).bfloat16() for _ in range(copies_of(n, k))]
     x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n, dtype=torch.bfloat16)
     kinds: Kinds = {"torch": burst([partial(F.linear, x, weight) for weight in plain])}
-    forms = {"bf16": exact, "int8": partial(int8, kernels), "int4": partial(int4, kernels)}
-    for name, form in forms.items():
+    for name, form in forms(kernels).items():
         if name != "int8" or kernels.supports(Type.I8):
             packed = [pack(kernels, form(weight)) for weight in plain]
             kinds[name] = burst([partial(linear, kernels, each, x, out=out) for each in packed])
     return kinds
+
+
+def build_ggml(isa: str) -> Path:
+    """Compile ggml's side against the libraries that the installation keeps."""
+    home, program = LLAMA_CPP[isa].parent, OUT / f"ggml_products{isa}"
+    libraries = [str(home / "lib" / f"lib{name}.a") for name in ("ggml", "ggml-cpu", "ggml-base")]
+    source = str(REPOSITORY / "bench" / "peers" / "ggml_products.cpp")
+    flags = ("-O2", "-std=c++17", f"-I{home / 'include'}", source, "-o", str(program))
+    subprocess.run(["g++", *flags, *libraries, "-lgomp", "-lpthread", "-lm", "-ldl"], check=True)
+    return program
+
+
+def beside_ggml(kernels: NativeLibrary, shape: tuple[int, int], precision: str, rows: int, isa: str) -> Kinds:
+    """One product of each, whose call is made ready before: a model's step is one call for all of them."""
+    (n, k), copies = shape, copies_of(*shape)
+    weight, kind = torch.randn(n, k).bfloat16(), GGML[precision]
+    packed = [pack(kernels, forms(kernels)[precision](weight)) for _ in range(copies)]
+    x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n, dtype=torch.bfloat16)
+    jobs = [linear_job(each, x, out) for each in packed]
+    command = [str(build_ggml(isa)), kind, *map(str, (n, k, rows, copies, SWEEPS))]
+
+    def theirs() -> float:
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    def ours(kept: object = (packed, x, out)) -> float:  # The jobs have their addresses.
+        least_s = float("inf")
+        for _ in range(SWEEPS + 1):
+            began_s = time.process_time()
+            for job in jobs:
+                kernels.linear(job)
+            least_s = min(least_s, time.process_time() - began_s)
+        return least_s / copies * 1e6
+
+    return {kind: theirs, precision: ours}
 
 
 def draw(kernels: NativeLibrary, scale: float, given: dict[str, float]) -> Kinds:
@@ -119,7 +170,7 @@ def attention(kernels: NativeLibrary, shape: tuple[int, int, int], step: tuple[i
 Cases = dict[str, Callable[[], Kinds]]
 
 
-def questions(kernels: NativeLibrary) -> dict[str, Cases]:
+def questions(kernels: NativeLibrary, isa: str) -> dict[str, Cases]:
     """The cases of each; those of the ratchet first."""
     return {
         "product": {
@@ -137,54 +188,47 @@ def questions(kernels: NativeLibrary) -> dict[str, Cases]:
             for heads, shape in HEADS.items()
             for name, step in STEPS.items()
         },
+        "ggml": {
+            f"{name}, {rows} rows, {precision}": partial(beside_ggml, kernels, shape, precision, rows, isa)
+            for name, shape in itertools.islice(SHAPES.items(), GGML_SHAPES)
+            for rows in (1, 8, 32)
+            for precision in GGML
+        },
     }
 
 
 @torch.inference_mode()
-def times(rounds: int, asked: Iterable[str], *, short: bool) -> dict[str, dict[str, list[float]]]:
+def times(
+    rounds: int, asked: Iterable[str], *, short: bool, isa: str = ""
+) -> dict[str, dict[str, list[float]]]:
     """Microseconds: by case and kind, one a round."""
-    kernels = NativeLibrary()
+    kernels = NativeLibrary(isa=isa or None)
     kernels.set_threads(1)
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {}
     for question in asked:
-        cases = questions(kernels)[question].items()
+        cases = questions(kernels, isa)[question].items()
         for name, kinds in itertools.islice(cases, SHORT[question] if short else None):
             found[f"{question}: {name}"] = in_turns(rounds, kinds())
     return found
 
 
-def ratios(found: dict[str, dict[str, list[float]]]) -> dict[str, Spread]:
-    """Of each kind over the first one of its case."""
-    return {
-        f"{case}, {kind}": ratio(us, next(iter(kinds.values())))
-        for case, kinds in found.items()
-        for kind, us in list(kinds.items())[1:]
-    }
-
-
 def measure(rounds: int) -> dict[str, Spread]:
     """For the ratchet."""
-    return ratios(times(rounds, SHORT, short=True))
+    return ratios(times(rounds, RATCHET, short=True))
 
 
 def main() -> None:
     parser = command_line(__doc__, rounds=15)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(SHORT)}")
-    parser.add_argument("--all-shapes", action="store_true", help="not only the cases of the ratchet")
+    parser.add_argument("--all-shapes", action="store_true", help="not only the first cases")
+    parser.add_argument("--isa", choices=LLAMA_CPP, default="", help="hold ours and llama.cpp to it")
     args = parser.parse_args()
-    found = times(args.rounds, args.questions or SHORT, short=not args.all_shapes)
-    over = ratios(found)
-    rows = [
-        (case, kind, spread(us), over.get(f"{case}, {kind}", ""))
-        for case, kinds in found.items()
-        for kind, us in kinds.items()
-    ]
-    isa = NativeLibrary().isa
-    print(table((f"one thread, {isa}", "", "us of CPU", "ratio"), rows))
-    write_result(
-        args.json, {"isa": isa, "us": found, "ratios": {name: each.rounded() for name, each in over.items()}}
-    )
+    found = times(args.rounds, args.questions or RATCHET, short=not args.all_shapes, isa=args.isa)
+    isa = NativeLibrary(isa=args.isa or None).isa
+    print(rounds_table(f"one thread, {isa}", "us of CPU", found))
+    over = {name: each.rounded() for name, each in ratios(found).items()}
+    write_result(args.json, {"isa": isa, "us": found, "ratios": over})
 
 
 if __name__ == "__main__":

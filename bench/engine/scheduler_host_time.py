@@ -10,7 +10,7 @@ import statistics
 from array import array
 from collections.abc import Callable
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
+from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, write_result
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for
@@ -76,10 +76,10 @@ def bare_ns(rows: int, steps: int) -> float:
 
 
 def times(rounds: int, rows: int, steps: int) -> dict[str, list[float]]:
-    """Nanoseconds of a step and of the bare loop, a median each round."""
+    """Milliseconds of the bare loop and of a step, a median each round."""
     kinds: dict[str, Callable[[], float]] = {
-        "step": lambda: statistics.median(time_rows(rows, steps)),
-        "bare": lambda: bare_ns(rows, steps),
+        "bare loop": lambda: bare_ns(rows, steps) / NS_PER_MS,
+        "step": lambda: statistics.median(time_rows(rows, steps)) / NS_PER_MS,
     }
     return in_turns(rounds, kinds)
 
@@ -87,7 +87,7 @@ def times(rounds: int, rows: int, steps: int) -> dict[str, list[float]]:
 def measure(rounds: int) -> dict[str, Spread]:
     """For the ratchet: a step of 64 rows over appending a token to each of 64 arrays."""
     found = times(rounds, 64, 100)
-    return {"64 rows": ratio(found["step"], found["bare"])}
+    return {"64 rows": ratio(found["step"], found["bare loop"])}
 
 
 def main() -> None:
@@ -95,13 +95,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=100, help="of a round")
     args = parser.parse_args()
-    found = {rows: times(args.rounds, rows, args.steps) for rows in args.rows}
-    shown = [
-        (rows, spread(ns / NS_PER_MS for ns in each["step"]), ratio(each["step"], each["bare"]))
-        for rows, each in found.items()
-    ]
-    print(table(("rows", "ms of a step", "x bare loop"), shown))
-    write_result(args.json, {"steps": args.steps, "ns_by_rows": found})
+    found = {f"{rows} rows": times(args.rounds, rows, args.steps) for rows in args.rows}
+    print(rounds_table("", "ms", found))
+    write_result(args.json, {"steps": args.steps, "ms_by_rows": found})
 
 
 if __name__ == "__main__":

@@ -172,15 +172,19 @@ class Float8Weights:
         return self._weights.take(key)
 
     def take_linear(self, key: str) -> Float8Matrix:
-        dense = self._weights.take(key)
-        n, k = dense.shape
-        parts = dense.view(n // 128, 128, k // 128, 128) if self._in_blocks else dense.view(n, 1, 1, k)
-        scale = parts.abs().amax((1, 3)).float() / 448
-        values = (parts / scale[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
-        return Float8Matrix(values=values, scale=scale)
+        return float8_of(self._weights.take(key), in_blocks=self._in_blocks)
 
     def take_parts(self, key: str) -> tuple[Tensor, ...]:
         return (self.take(key),)
+
+
+def float8_of(dense: Tensor, *, in_blocks: bool) -> Float8Matrix:
+    """A scale per output, or per block of 128 by 128."""
+    n, k = dense.shape
+    parts = dense.view(n // 128, 128, k // 128, 128) if in_blocks else dense.view(n, 1, 1, k)
+    scale = parts.abs().amax((1, 3)).float() / 448
+    values = (parts / scale[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
+    return Float8Matrix(values=values, scale=scale)
 
 
 def build(bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object) -> Built:

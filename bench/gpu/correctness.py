@@ -1,5 +1,5 @@
 """Whole models on the device against the reference on the CPU and against transformers, on tiny random
-checkpoints.
+checkpoints; quantized ones against their dense twins.
 
 float32: the same tokens as the CPU's runner for every kind of sampling, log-probabilities up to rounding.
 bf16: log-probabilities of fixed prompts (so that one other token does not change all that follow).
@@ -7,12 +7,15 @@ Invariance: a batch, graphs and overlap change no token.
 """
 
 import tempfile
-from array import array
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+from engine_driver import Answer, Driver
+from quantized_checkpoints import FORMATS, quantize
 
 from bench.gpu.common import CLOCK, Bench, Report, checked
 from penstock.config.engine_settings import EngineSettings
@@ -20,9 +23,8 @@ from penstock.engine.core import StepRunner, build_core
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.runner import load_runner
-from penstock.protocol.worker import Submit
 from penstock.rng import stream
-from penstock.types import RequestId, SamplingParams, TokenLogprob
+from penstock.types import SamplingParams, TokenLogprob
 
 FAMILIES = ("qwen3", "llama", "gemma2", "mistral", "mixtral", "qwen2")
 LENGTHS = (1, 9, 33, 130, 200)
@@ -32,6 +34,17 @@ ROUTED_SHARE_MIN = 0.9
 """Where a router cannot tell two experts apart in bf16, a token goes to the other one and its log-probability
 is another model's. So of models with experts this share of the tokens has to be within the limit, and float32
 has to be exact."""
+QUANTIZED_LIMITS = {"int": 0.15, "fp8": 1.5}
+"""Largest difference of a log-probability to the dense twin. The tiny models are random: FP8's rounding of
+inputs, which a trained model hardly notices, moves theirs."""
+QUANTIZED_FAMILY = {"gptq-act-order": "llama", "awq": "gemma2", "fp8-block": "mistral"}
+QUANTIZED_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2
+}  # fmt: skip
+"""FP8 blocks are 128 by 128."""
+SIZES: dict[str, object] = {
+    "kv_memory_bytes": 8 << 20, "max_running": 8, "step_tokens": 64, "max_model_len": 256
+}  # fmt: skip
 MAX_TOKENS = 10
 VOCAB_SIZE = 211
 KINDS = (
@@ -46,7 +59,6 @@ KINDS = (
     ),
 )  # fmt: skip
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-Answer = tuple[list[int], list[TokenLogprob]]
 
 
 def run(bench: Bench, report: Report) -> None:
@@ -63,31 +75,62 @@ def run(bench: Bench, report: Report) -> None:
     report.fail_if(checked(report, {family: partial(check, family) for family in asked}, "families"))
 
 
+def run_quantized(bench: Bench, report: Report) -> None:
+    import tiny_models
+
+    torch.set_num_threads(1 if bench.tiny else 8)
+
+    def check(name: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as directory:
+            path, family = Path(directory), QUANTIZED_FAMILY.get(name, "qwen3")
+            tiny_models.save(tiny_models.tiny_model(family, **QUANTIZED_SIZES), path / "dense")
+            quantize(path / "dense", path / "quantized", path / "twin", FORMATS[name])
+            return check_form(bench, path, "fp8" if name.startswith("fp8") else "int")
+
+    asked = list(FORMATS)[:2] if bench.tiny else list(FORMATS)
+    report.fail_if(checked(report, {name: partial(check, name) for name in asked}, "forms"))
+
+
+def check_form(bench: Bench, path: Path, kind: str) -> dict[str, Any]:
+    dtype = "float32" if bench.cpu else "bfloat16"
+    quantized, twin = (on_device(bench, path / each, dtype=dtype) for each in ("quantized", "twin"))
+    found = differences(scores(quantized, bench), scores(twin, bench))
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in quantized.weight_tensors()}
+    kept, whole = (sum(each.nbytes for each in one.weight_tensors()) for one in (quantized, twin))
+    return {
+        "ok": bool(found) and max(found) <= QUANTIZED_LIMITS[kind],
+        "largest_difference": max(found),
+        "mean_difference": sum(found) / len(found),
+        "types": sorted(types),
+        "bytes_of_dense": round(kept / whole, 3),
+    }
+
+
 def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
-    reference = load_runner(path, settings(kernels="torch"), quiet)
+    reference = load_runner(
+        path, EngineSettings(device="cpu", dtype="float32", kernels="torch", **SIZES), quiet
+    )
     ours = on_device(bench, path, dtype="float32")
-    expected = ask(reference, prompts(bench), KINDS)
-    batched = ask(ours, prompts(bench), KINDS)
+    asked, kinds = prompts(bench), [KINDS[i % len(KINDS)] for i in range(len(prompts(bench)))]
+    expected, batched = ask(reference, asked, kinds), ask(ours, asked, kinds)
     found: dict[str, Any] = {
         "float32_same_tokens": tokens_of(batched) == tokens_of(expected),
-        "float32_largest_difference": difference(batched, expected),
+        "float32_largest_difference": max(differences(batched, expected), default=0.0),
         "graph_replays": ours.graphs.replays,
     }
-    alone = [ask(ours, [prompt], [how])[0] for prompt, how in zip(prompts(bench), kinds(bench), strict=True)]
+    alone = [ask(ours, [prompt], [how])[0] for prompt, how in zip(asked, kinds, strict=True)]
     ours.graphs.enabled = False
-    eager = ask(ours, prompts(bench), KINDS)
     found["alone_same_tokens"] = tokens_of(alone) == tokens_of(batched)
-    found["eager_same_tokens"] = tokens_of(eager) == tokens_of(batched)
-    scores = ask(on_device(bench, path, dtype="bfloat16"), prompts(bench)[1:], [SCORED])
-    plain = ask(reference, prompts(bench)[1:], [SCORED])
-    found["bfloat16_largest_difference"] = difference(scores, plain)
-    found["bfloat16_share_within"] = share_within(scores, plain, BFLOAT16_LIMIT)
-    found["bfloat16_share_wanted"] = (
-        ROUTED_SHARE_MIN if model.config.to_dict().get("num_local_experts") else 1.0
-    )
+    found["eager_same_tokens"] = tokens_of(ask(ours, asked, kinds)) == tokens_of(batched)
+    rounded = differences(scores(on_device(bench, path, dtype="bfloat16"), bench), scores(reference, bench))
+    within = sum(each <= BFLOAT16_LIMIT for each in rounded) / max(len(rounded), 1)
+    has_experts = bool(model.config.to_dict().get("num_local_experts"))
+    found["bfloat16_largest_difference"] = max(rounded, default=0.0)
+    found["bfloat16_share_within"] = round(within, 4)
+    found["bfloat16_share_wanted"] = ROUTED_SHARE_MIN if has_experts else 1.0
     found["transformers_largest_difference"] = max(
-        against_transformers(model, prompt, answer[1])
-        for prompt, answer in zip(prompts(bench)[1:], ask(ours, prompts(bench)[1:], [SCORED]), strict=True)
+        against_transformers(model, prompt, answer.prompt_logprobs)
+        for prompt, answer in zip(asked[1:], scores(ours, bench), strict=True)
     )
     found["ok"] = (
         found["float32_same_tokens"]
@@ -100,23 +143,8 @@ def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noq
     return found
 
 
-def settings(**changes: object) -> EngineSettings:
-    base: dict[str, object] = {
-        "device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20, "max_running": 8, "step_tokens": 64,
-        "max_model_len": 256,
-    }  # fmt: skip
-    return EngineSettings(**(base | changes))
-
-
 def on_device(bench: Bench, path: Path, *, dtype: str) -> DeviceRunner:
-    sizes = {
-        "dtype": dtype,
-        "kv_memory_bytes": 8 << 20,
-        "max_running": 8,
-        "step_tokens": 64,
-        "max_model_len": 256,
-    }
-    return load_on_device(path, bench.target(**sizes), quiet)
+    return load_on_device(path, bench.target(dtype=dtype, **SIZES), quiet)
 
 
 def quiet(_stage: str, _done: int, _total: int) -> None:
@@ -129,53 +157,39 @@ def prompts(bench: Bench) -> list[list[int]]:
     return [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def kinds(bench: Bench) -> list[SamplingParams]:
-    return [KINDS[index % len(KINDS)] for index in range(len(prompts(bench)))]
+class _Asked(Driver):
+    """An engine around a runner that is there already."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        settings = EngineSettings(dtype="float32", prefix_cache=False, **SIZES)
+        self.core = build_core(runner, settings, b"k" * 32, CLOCK)
+        self._asked, self._mail = 0, SimpleQueue()
 
 
-def ask(
-    runner: StepRunner,
-    asked: list[list[int]],
-    how: tuple[SamplingParams, ...] | list[SamplingParams],
-    **changes: object,
-) -> list[Answer]:
-    """Tokens and log-probabilities (of the prompt, then of the answer) of requests that start together."""
-    core = build_core(runner, settings(prefix_cache=False, **changes), b"k" * 32, CLOCK)
-    answers: dict[str, Answer] = {}
-    for index, prompt in enumerate(asked):
-        request_id = RequestId(f"r{index}")
-        answers[request_id] = ([], [])
-        message = Submit(
-            request_id=request_id, prompt=array("i", prompt).tobytes(), sampling=how[index % len(how)]
-        )
-        core.submit(0, message, 0)
-    while core.has_work:
-        for output in core.step().get(0, []):
-            tokens, logprobs = answers[output.request_id]
-            tokens += output.token_ids
-            logprobs += (*output.prompt_logprobs, *(output.logprobs or ()))
-            assert output.finish is None or output.finish.error is None, output.finish
-    return list(answers.values())
+def ask(runner: StepRunner, asked: Sequence[list[int]], how: Sequence[SamplingParams]) -> list[Answer]:
+    """Answers to requests that start together."""
+    answers = _Asked(runner).ask(asked, how)
+    assert not any(answer.error for answer in answers), answers
+    return answers
 
 
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [tokens for tokens, _ in answers]
+def scores(runner: StepRunner, bench: Bench) -> list[Answer]:
+    """Of the fixed prompts but the shortest."""
+    asked = prompts(bench)[1:]
+    return ask(runner, asked, [SCORED] * len(asked))
 
 
-def difference(ours: list[Answer], theirs: list[Answer]) -> float:
-    """The largest between log-probabilities of the same tokens."""
-    return max(differences(ours, theirs), default=0.0)
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
 
 
-def share_within(ours: list[Answer], theirs: list[Answer], limit: float) -> float:
-    """The share of tokens whose log-probabilities differ by at most `limit`."""
-    found = differences(ours, theirs)
-    return round(sum(one <= limit for one in found) / max(len(found), 1), 4)
-
-
-def differences(ours: list[Answer], theirs: list[Answer]) -> list[float]:
+def differences(ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[float]:
+    """Between log-probabilities of the same tokens, of prompts and answers."""
     pairs = [
-        (a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one[1], other[1], strict=True)
+        pair
+        for one, other in zip(ours, theirs, strict=True)
+        for name in ("prompt_logprobs", "logprobs")
+        for pair in zip(getattr(one, name), getattr(other, name), strict=True)
     ]
     return [abs(a.logprob - b.logprob) for a, b in pairs if a.token_id == b.token_id]
 

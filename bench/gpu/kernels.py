@@ -49,9 +49,6 @@ def run(bench: Bench, report: Report) -> None:
     report.fail_if(wrong)
 
 
-# --- against the twins ------------------------------------------------------------------------------
-
-
 def compare(ours: Tensor, twin: Tensor) -> dict[str, Any]:
     ours, twin = ours.double(), twin.double()
     error = float((ours - twin).norm() / twin.norm())
@@ -158,8 +155,6 @@ def prepared(bench: Bench, ops: Ops, rows: Rows) -> Case:
     one.begin(ops)
     return one
 
-
-# --- against the ceilings ---------------------------------------------------------------------------
 
 Figure = Callable[[], tuple[float, float, float]]
 """(seconds, bytes that must move, operations) of one call."""

@@ -41,16 +41,10 @@ def run(bench: Bench, report: Report, name: str, form: str = "", kv_dtype: str =
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     built = build(
-        bench,
-        spec,
-        form=form,
-        kv_dtype=kv_dtype,
-        dtype="float32" if bench.cpu else "bfloat16",
-        max_running=max(sizes.batches),
-        step_tokens=max(*sizes.prefills, *sizes.batches),
-        max_model_len=max(sizes.prefills) + sizes.context,
-        kv_memory_bytes=kv_bytes(spec, sizes, bench),
-    )
+        bench, spec, form=form, kv_dtype=kv_dtype, dtype="float32" if bench.cpu else "bfloat16",
+        max_running=max(sizes.batches), step_tokens=max(*sizes.prefills, *sizes.batches),
+        max_model_len=max(sizes.prefills) + sizes.context, kv_memory_bytes=kv_bytes(spec, sizes, bench),
+    )  # fmt: skip
     runner = built.runner
     report.put("kernels", runner.kernels)
     report.put("parameters", spec.num_parameters)
@@ -80,9 +74,6 @@ def headline(decode: dict[str, Any], prefill: dict[str, Any]) -> str:
     )
     chunks = ", ".join(f"{tokens}: {one['mfu']:.0%}" for tokens, one in prefill.items())
     return f"decode {rows}; prefill MFU {chunks}"
-
-
-# --- decode -----------------------------------------------------------------------------------------
 
 
 def start_rows(runner: DeviceRunner, batch: int, context: int, steps: int) -> StepPlan:
@@ -174,9 +165,6 @@ def weight_bytes(runner: DeviceRunner, spec: DecoderSpec) -> int:
     return sum(once.values()) - table
 
 
-# --- prefill ----------------------------------------------------------------------------------------
-
-
 def prefill_figures(
     bench: Bench, runner: DeviceRunner, spec: DecoderSpec, tokens: int, gemm_per_s: float
 ) -> dict[str, Any]:
@@ -206,8 +194,5 @@ def prefill_flops(spec: DecoderSpec, tokens: int) -> float:
     """
     tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
     dense = 2.0 * (spec.num_parameters - tables) * tokens
-    return (
-        dense
-        + 2.0 * spec.vocab_size * spec.hidden_size
-        + 2.0 * tokens * tokens * spec.q_size * spec.num_layers
-    )
+    attention = 2.0 * tokens * tokens * spec.q_size * spec.num_layers
+    return dense + 2.0 * spec.vocab_size * spec.hidden_size + attention

@@ -6,15 +6,13 @@ Shapes with random weights give speed; the trained demo model gives answers, whi
 import atexit
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.common import Bench, Report, shape
 from bench.harness import REPOSITORY
-from bench.process import Served
+from bench.process import Served, load_report
 from penstock.models.spec import DecoderSpec
 
 DEMO = REPOSITORY / "models" / "penstock-demo-mini"
@@ -41,9 +39,6 @@ def headline(found: dict[str, Any]) -> str:
         last = found[name]["levels"][-1]
         parts.append(f"{name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s")
     return "; ".join(parts)
-
-
-# --- answers ----------------------------------------------------------------------------------------
 
 
 def answers(bench: Bench) -> dict[str, Any]:
@@ -73,9 +68,6 @@ def ask(server: Served, question: str) -> str:
     return json.loads(text)["choices"][0]["message"]["content"]
 
 
-# --- load -------------------------------------------------------------------------------------------
-
-
 def load(bench: Bench, name: str) -> dict[str, Any]:
     levels = (1, 2) if bench.tiny else LEVELS
     prompt, output = (16, 4) if bench.tiny else (PROMPT_TOKENS, OUTPUT_TOKENS)
@@ -83,43 +75,22 @@ def load(bench: Bench, name: str) -> dict[str, Any]:
         model = Path(directory) / name
         write_shape(shape(name, tiny=bench.tiny), model, max_position=1024 if bench.tiny else 8192)
         engine = {"device": "cpu"} if bench.cpu else {"device": "cuda", "dtype": "bfloat16"}
-        engine |= {
-            "load_format": "random",
-            "max_running": max(levels),
-            "step_tokens": 64 if bench.tiny else STEP_TOKENS,
-        }
+        engine |= {"load_format": "random", "max_running": max(levels)}
+        engine["step_tokens"] = 64 if bench.tiny else STEP_TOKENS
         # Nothing is promised: callers in a closed loop ask for all that the server can do, however late.
         admission = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": []}
         settings = {"models": [{"path": str(model), "engine": engine}], "admission": admission}
         with served(settings) as server:
-            url = f"http://127.0.0.1:{server.port}/v1"
-            found = [json.loads(measured(url, level, prompt, output)) for level in levels]
+            found: list[dict[str, Any]] = []
+            for callers in levels:
+                requests = str(max(REQUESTS_EACH * callers, 8))
+                sizes = ("--prompt-tokens", str(prompt), "--output-tokens", str(output), "--seed", "1")
+                loop = ("--concurrency", str(callers), "--requests", requests)
+                found += load_report(server.url, KEY, *loop, *sizes)["levels"]
             return {
-                "ready_s": server.ready_s,
-                "prompt_tokens": prompt,
-                "output_tokens": output,
-                "levels": [figures(one["levels"][0]) for one in found],
-            }
-
-
-def measured(url: str, callers: int, prompt: int, output: int) -> str:
-    command = [
-        sys.executable, "-m", "penstock", "bench", "--url", url, "--key", KEY, "--seed", "1",
-        "--concurrency", str(callers), "--requests", str(max(REQUESTS_EACH * callers, 8)),
-        "--prompt-tokens", str(prompt), "--output-tokens", str(output),
-    ]  # fmt: skip
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        done = subprocess.run(
-            [*command, "--json", file.name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:])
-        print(done.stdout)
-        return Path(file.name).read_text()
+                "ready_s": server.ready_s, "prompt_tokens": prompt, "output_tokens": output,
+                "levels": [figures(one) for one in found],
+            }  # fmt: skip
 
 
 def figures(level: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +117,9 @@ def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
     }  # fmt: skip
     config["vocab_size"] = max(spec.vocab_size, 4096)  # The demo tokenizer's, in tiny shapes.
     (model / "config.json").write_text(json.dumps(config))
-    for file in DEMO.glob("*.json"):
+    for file in (*DEMO.glob("*.json"), *DEMO.glob("*.jinja")):
         if file.name not in ("config.json", "tokenizer.json"):
             (model / file.name).write_text(file.read_text())
-    for file in DEMO.glob("*.jinja"):
-        (model / file.name).write_text(file.read_text())
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     known = tokenizer["model"]["vocab"]
     taken = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}

@@ -13,13 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
+from bench.harness import OUT
 from bench.process import START_S, Process
-from penstock.config.load import parse_config
-from penstock.errors import ConfigError
 
-OUT = Path(__file__).resolve().parents[1] / "out"
 PEERS = OUT / "peers"
 VLLM = PEERS / "vllm" / "bin"
 LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" / "bin"}
@@ -62,6 +58,11 @@ class Variant:
     def name(self) -> str:
         return f"{self.engine} {self.precision}"
 
+    @property
+    def asked_as(self) -> str:
+        """On the command line."""
+        return f"{self.engine}:{self.precision}"
+
 
 VARIANTS = (
     Variant("ours", "bf16", 16),
@@ -91,7 +92,7 @@ class Launch:
 def missing(variant: Variant) -> str:
     """Why this variant cannot run here, or an empty string."""
     if variant.engine == "ours":
-        return _unknown_setting(variant.precision)
+        return ""
     if variant.engine == "vllm" and variant.isa:
         return "it has no lower instruction set"
     program = {"vllm": VLLM / "vllm", "llama.cpp": LLAMA_CPP[variant.isa] / "llama-server"}[variant.engine]
@@ -125,7 +126,7 @@ def _ours(variant: Variant, model: Path, port: int) -> Launch:
     precision = variant.precision
     config = OUT / f"engine-bench-{model.name}-{precision}.yaml"
     flags = ("serve", "-c", str(config), "--port", str(port), "--no-auth", "--log-level", "warning")
-    text = yaml.safe_dump(_our_config(precision, model))
+    text = json.dumps(_our_config(precision, model))
     state = {"PENSTOCK_STATE_DIR": str((OUT / "state").absolute())}  # Its ledger is not the user's.
     environment = state | LOWERED[variant.isa]
     return Launch((sys.executable, "-m", "penstock", *flags), environment, files={config: text})
@@ -147,14 +148,6 @@ def _our_config(precision: str, model: Path) -> dict[str, object]:
     """Without promises: with the default ones our server refuses late callers, and no peer does that."""
     models = [{"path": str(model), "name": model.name, "engine": our_settings(precision)}]
     return {"models": models, "admission": {"ttft_target_ms": 0, "tpot_target_ms": 0}}
-
-
-def _unknown_setting(precision: str) -> str:
-    try:
-        parse_config(json.dumps(_our_config(precision, Path("model"))))
-    except ConfigError as error:
-        return f"this version cannot: {error}"
-    return ""
 
 
 def _vllm(variant: Variant, model: Path, port: int) -> Launch:
@@ -190,18 +183,19 @@ def gguf_path(model: Path, precision: str) -> Path:
 
 
 def make_gguf(model: Path, variant: Variant) -> None:
-    """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the
-    next run.
+    """Convert to bfloat16 with llama.cpp's own writer (its converter refuses tokenizers that it has not met),
+    and from there with its quantizer; kept for the next run.
 
     Raises:
         subprocess.CalledProcessError: the quantizer failed.
     """
-    from bench.peers.gguf import convert
+    from gguf_files import convert
 
     base, target = gguf_path(model, "bf16"), gguf_path(model, variant.precision)
     base.parent.mkdir(parents=True, exist_ok=True)
     if not base.exists():
-        convert(model, base)
+        whole = convert(model, base.with_suffix(".partial"), recipe="gguf-bf16", pre="gpt-2")
+        whole.rename(base)
     if not target.exists():
         partial = target.with_suffix(".partial")
         quantize = str(LLAMA_CPP[variant.isa] / "llama-quantize")

@@ -41,7 +41,7 @@ cmake --build "$root/build" --parallel "${JOBS:-$(nproc)}" --target llama-server
 mkdir -p "$root/bin"
 grep -om1 'ggml-org/llama.cpp@[0-9a-f]*' "$root/source/CHANGELOG.md" >"$root/bin/commit"
 cp "$root/build/bin/"{llama-server,llama-quantize,llama-batched-bench} "$root/bin/"
-# What bench/engine/beside_ggml.py is built with.
+# What `bench.engine.kernels ggml` is built with.
 mkdir -p "$root/lib"
 cp "$root/build/ggml/src/"libggml{,-cpu,-base}.a "$root/lib/"
 cp -r "$root/source/vendor/llama.cpp/ggml/include" "$root/"

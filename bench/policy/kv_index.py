@@ -16,16 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
-from penstock.kv.events import BlockStored, decode_batch, encode_batch, stored_event
-from penstock.kv.hashing import CanonicalHasher, PromptKeyMaker, own_keys, token_bytes
+from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, spread, write_result
 from penstock.kv.index.prefix_index import PrefixIndex
 
 BLOCKS = 512
 SYSTEM_BLOCKS, NUM_SYSTEM = 32, 4
 EVENT_BLOCKS, BATCHES = 32, 3000
 LOOKUPS = 400
-KEY = b"0123456789abcdef"
 
 
 class NaiveIndex:
@@ -60,7 +57,7 @@ class NaiveIndex:
 
 Index = PrefixIndex | NaiveIndex
 MAKE: dict[str, Callable[[], Index]] = {
-    "ours": lambda: PrefixIndex(entries_max=4_000_000, predicted_max=100_000), "naive": NaiveIndex,
+    "naive": NaiveIndex, "ours": lambda: PrefixIndex(entries_max=4_000_000, predicted_max=100_000)
 }  # fmt: skip
 
 
@@ -123,7 +120,7 @@ def lookups(ours: PrefixIndex, naive: NaiveIndex, prompts: list[list[int]]) -> d
             max(naive.match(keys).items(), key=lambda item: item[1])
         return len(prompts)
 
-    return {"ours": look, "naive": look_naively}
+    return {"naive": look_naively, "ours": look}
 
 
 def applying(index: Index, workers: int) -> Callable[[], int]:
@@ -143,39 +140,6 @@ def applying(index: Index, workers: int) -> Callable[[], int]:
     return work
 
 
-def wire(index: PrefixIndex) -> dict[str, Callable[[], int]]:
-    """From the bytes of an event to the index: for our engine, whose hashes are the keys, and for others,
-    whose keys are computed from tokens. The last one computes the keys of a prompt.
-    """
-    draw, hasher = random.Random(3), CanonicalHasher(key=KEY, model="m")
-    maker, tokens = PromptKeyMaker(key=KEY, model="m"), tuple(range(16 * BLOCKS))
-
-    def payload() -> bytes:
-        hashes = tuple(draw.randbytes(32) for _ in range(EVENT_BLOCKS))
-        ids = tuple(draw.randrange(50_000) for _ in range(16 * EVENT_BLOCKS))
-        return encode_batch((stored_event(hashes, token_ids=ids),), wall_ns=0)
-
-    payloads = [payload() for _ in range(BATCHES // 10)]
-
-    def work(apply: Callable[[BlockStored], object]) -> Callable[[], int]:
-        def once() -> int:
-            for each in payloads:
-                for event in decode_batch(each).events:
-                    assert isinstance(event, BlockStored)
-                    apply(event)
-            return EVENT_BLOCKS * len(payloads)
-
-        return once
-
-    return {
-        "decode and apply a block, our engine's": work(lambda e: index.stored(1, own_keys(e.block_hashes))),
-        "decode, hash and apply a block, others'": work(
-            lambda e: index.stored(2, hasher.extend(1, token_bytes(e.token_ids)))
-        ),
-        f"canonical keys of {BLOCKS} blocks": lambda: len([maker.keys(tokens).canonical]),
-    }
-
-
 def times(entries: int, workers: int, rounds: int, *, everything: bool) -> dict[str, dict[str, list[float]]]:
     """Microseconds: by question and kind, one a round."""
     ours, naive = MAKE["ours"](), MAKE["naive"]()
@@ -187,8 +151,7 @@ def times(entries: int, workers: int, rounds: int, *, everything: bool) -> dict[
     gc.freeze()
     asked = {"look-up": lookups(ours, naive, prompts)}
     if everything:
-        asked["apply a block"] = {"ours": applying(ours, workers), "naive": applying(naive, workers)}
-        asked |= {name: {"ours": work} for name, work in wire(ours).items()}
+        asked["apply a block"] = {"naive": applying(naive, workers), "ours": applying(ours, workers)}
     return {
         question: in_turns(rounds, {kind: timed(work) for kind, work in works.items()})
         for question, works in asked.items()
@@ -209,17 +172,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         memory = {kind: pool.apply(resident_mb, (kind, args.entries, args.workers)) for kind in MAKE}
     found = times(args.entries, args.workers, args.rounds, everything=True)
-    rows = [
-        (
-            question, *(spread(us[kind]) if kind in us else "" for kind in MAKE),
-            ratio(us["ours"], us["naive"]) if "naive" in us else "",
-        )
-        for question, us in found.items()
-    ]  # fmt: skip
-    rows.append(
-        ("memory, MB", *(f"{mb:.0f}" for mb in memory.values()), f"{memory['ours'] / memory['naive']:.2f}")
-    )
-    print(table(("us of CPU", "ours", "naive", "ratio"), rows))
+    print(rounds_table("us of CPU", "", {**found, "memory, MB": {kind: [mb] for kind, mb in memory.items()}}))
     rates = spread(1 / us for us in found["apply a block"]["ours"])
     print(f"{rates} million blocks/s are applied")
     settings = {"entries": args.entries, "workers": args.workers}

@@ -1,5 +1,4 @@
-"""The cost of rate limits and budgets per request in CPU time: reserve, renew, headers, settle; alone and
-with leases.
+"""The cost of rate limits and budgets per request in CPU time: reserve, headers, settle; and of a refusal.
 
     python -m bench.policy.limits [--requests 20000] [--rounds 7] [--json FILE]
 
@@ -10,14 +9,11 @@ one object with four fields, and two integer comparisons.
 import time
 from collections.abc import Callable
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
-from penstock.clock import NS_PER_MS, NS_PER_US
-from penstock.config.flow import LimitsConfig, SharedConfig
+from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, write_result
+from penstock.clock import NS_PER_US
+from penstock.config.flow import LimitsConfig
 from penstock.config.ledger import BudgetsConfig
-from penstock.policy.estimates import OutputLengths
 from penstock.policy.limits.budget import TenantBudgets
-from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
@@ -30,7 +26,7 @@ TENANTS = [
     for i in range(100)
 ]  # fmt: skip
 EMPTY = Tenant(id=TenantId("empty"), requests_per_minute=1, tokens_per_minute=10**9)
-STEP_NS, KEPT_NS = 100 * NS_PER_US, 10 * NS_PER_MS
+STEP_NS = 100 * NS_PER_US
 BARE, LIMITS, BUDGET = "bare loop", "reserve + headers + settle", "a budget: reserve + slice + settle"
 Request = Callable[[int, int, Tenant], object]
 """One request: its number, the time, its tenant."""
@@ -56,48 +52,25 @@ def bare() -> Request:
     return one
 
 
-class Leased:
-    """Leases of a store that is in this process, renewed every ten milliseconds as their keeper would."""
-
-    def __init__(self) -> None:
-        config = SharedConfig()
-        self.leases, self._table, self._kept_ns = Leases(config, process="p"), LeaseTable(config), 0
-
-    def keep(self, now_ns: int, *, at_once: bool = False) -> None:
-        if at_once or now_ns - self._kept_ns > KEPT_NS:
-            self.leases.look_for_idle(now_ns)
-            self.leases.granted(now_ns, self._table.lease(now_ns, "g", self.leases.asks(now_ns)))
-            self._kept_ns = now_ns
-
-
-def limits(*, headers: bool = True, renewals: int = 0, leased: bool = False) -> Request:
-    """Reserve, headers where wanted, renewals, settle."""
-    store = Leased() if leased else None
-    limiter = Limiter(LimitsConfig(), store.leases.make_bucket) if store else Limiter(LimitsConfig())
+def limits() -> Request:
+    """Reserve, headers, settle."""
+    limiter = Limiter(LimitsConfig())
 
     def one(_: int, now_ns: int, tenant: Tenant) -> None:
-        if store is not None:
-            store.keep(now_ns)
         reservation = limiter.reserve(now_ns, tenant, 500, 200)
         assert isinstance(reservation, LimitReservation)
-        for done in range(renewals):
-            reservation.renew(now_ns, 200 + 256 * done + 1)
-        if headers:
-            limiter.headers(now_ns, tenant)
+        limiter.headers(now_ns, tenant)
         reservation.settle(now_ns, 650)
 
     return one
 
 
-def budgets(*, leased: bool = False) -> Request:
+def budgets() -> Request:
     """Reserve the price of a request, with another slice of its answer, and settle."""
-    store = Leased() if leased else None
-    money = TenantBudgets(BudgetsConfig(), wall_offset_ns=0, leases=store.leases if store else None)
+    money = TenantBudgets(BudgetsConfig(), wall_offset_ns=0)
 
     def one(_: int, now_ns: int, tenant: Tenant) -> None:
-        lacks = money.lacks(now_ns, tenant, 2000)
-        if store is not None:
-            store.keep(now_ns, at_once=bool(lacks))
+        assert not money.lacks(now_ns, tenant, 2000)
         assert money.reserve(now_ns, tenant, 2000) is None, "it was refused"
         money.renew(now_ns, tenant.id, 2000, 3000)
         money.settle(now_ns, tenant.id, 3000, 2500)
@@ -113,27 +86,9 @@ def refusals() -> Request:
     )
 
 
-def lengths() -> Request:
-    known = OutputLengths(LimitsConfig())
-
-    def one(i: int, _: int, tenant: Tenant) -> None:
-        known.expect(tenant.id, "m", 4096)
-        known.observe(tenant.id, "m", i * 7919 % 1500)
-
-    return one
-
-
 KINDS: dict[str, Callable[[], Request]] = {
-    BARE: bare,
-    "reserve + settle": lambda: limits(headers=False),
-    LIMITS: limits,
-    "the same, 4 renewals": lambda: limits(renewals=4),
-    "reserve + headers + settle, leases and store": lambda: limits(leased=True),
-    BUDGET: budgets,
-    "the same, leases and store included": lambda: budgets(leased=True),
-    "a refusal": refusals,
-    "expect + observe a length": lengths,
-}
+    BARE: bare, LIMITS: limits, BUDGET: budgets, "a refusal": refusals
+}  # fmt: skip
 
 
 def us_per_request(make: Callable[[], Request], num_requests: int) -> float:
@@ -163,8 +118,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     args = parser.parse_args()
     found = times(args.requests, args.rounds)
-    rows = [(name, spread(took), ratio(took, found[BARE])) for name, took in found.items()]
-    print(table(("per request", "us of CPU", "x bare"), rows))
+    print(rounds_table("", "us of CPU", {"a request": found}))
     write_result(args.json, {"requests": args.requests, "us_per_request": found})
 
 

@@ -24,7 +24,7 @@ def test_everything_runs_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = [
-        "ceilings", "kernels", "correctness", "quantized", "llama-3-8b", "llama-3-8b int4",
+        "ceilings", "kernels", "correctness", "quantized", "formats", "llama-3-8b", "llama-3-8b int4",
         "qwen3-14b", "throughput", "serving",
     ]  # fmt: skip
     flags = ["--cpu", "--tiny", "--in-process", "--out", str(tmp_path), "--sections", ",".join(wanted)]
@@ -37,6 +37,7 @@ def test_everything_runs_on_the_cpu(
     assert all(check["ok"] for check in sections["kernels"]["checks"].values())
     assert all(check["ok"] for check in sections["quantized"]["checks"].values())
     assert sections["llama-3-8b int4"]["weight_bytes"] < sections["llama-3-8b int4"]["parameters"] * 4
+    assert all(check["ok"] for check in sections["formats"]["forms"].values())
     assert sections["correctness"]["families"]["qwen3"]["float32_same_tokens"]
     decode = sections["llama-3-8b"]["decode"]["3"]
     assert decode["step_ms"] > 0

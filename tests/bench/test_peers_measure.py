@@ -5,10 +5,8 @@ import asyncio
 from scripted_endpoint import Script, StandIn
 
 from bench.peers.figures import PREFIX
-from bench.peers.measure import Bench, Gaps, Plan, gaps_around
+from bench.peers.measure import Gaps, Streams, gaps_around, level
 from penstock.clock import NS_PER_MS, ManualClock
-
-PLAN = Plan(seed=1, levels={2: 4}, has_long=True)
 
 
 def stamped(*at_ms: int) -> Gaps:
@@ -38,16 +36,15 @@ def test_pieces_that_arrive_together_are_one():
 def test_a_server_is_measured_whole():
     async def run() -> None:
         async with StandIn(Script(gap_s=0.001)).listening() as url:
-            bench = Bench(url, "scripted", PLAN, "r1")
-            await bench.calibrate()
-            figures, errors = await bench.level(2, 4)
+            figures, errors = await asyncio.to_thread(level, url, 2, 4, 1)
             assert errors == {}
             assert figures["c=2 tok/s"] > 0
-            figures |= await bench.prefix()
+            streams = Streams(url, "scripted", 1)
+            figures |= await streams.prefix()
             assert min(figures["miss"], figures["hit"], figures[PREFIX]) > 0
-            figures |= await bench.arrival()
+            figures |= await streams.arrival()
             assert 0 < figures["gap p50 before"] <= figures["gap p99 before"]
             assert figures["gap p50 during"] <= figures["gap p99 during"] <= figures["gap most"]
-            await bench.close()
+            await streams.close()
 
     asyncio.run(run())

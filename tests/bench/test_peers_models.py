@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
+from known_shapes import SHAPES, make_model
+from word_vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 
-from bench.peers.shapes import SHAPES, make_model
-from bench.peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 from penstock.bench.prompts import WORDS
 from penstock.models.registry import read_spec
 

@@ -5,7 +5,6 @@ to come back.
 import asyncio
 import json
 import sqlite3
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +12,10 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import modelled_load
+import overload
 import pytest
+from open_load import Asked, OpenLoad
 
-from bench.sockets import overload
-from bench.sockets.open_load import Asked, OpenLoad
 from penstock.bench.client import ApiResponse
 
 TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 8.0, 10.0
@@ -55,22 +54,20 @@ def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNames
         place = tmp_path_factory.mktemp("overload")
 
         async def measure(stack: overload.Stack) -> SimpleNamespace:
-            measurement = overload.Measurement(stack, SimpleNamespace(), 1)
+            measurement = overload.Measurement(stack, 1)
             try:
                 judge = await measurement.idle()
                 rate = max(TIMES * await measurement.closed(), RATE_MIN)
                 load = measurement.new_load()
                 refusing = asyncio.create_task(load.refused("web-a"))
-                await load.run(
-                    "test", seed=1, rate=rate, seconds=SECONDS, manners="obeys", drain_s=3 * DRAIN_S
-                )
-                found = overload.figures(load, judge, rate)
+                await load.run("test", seed=1, rate=rate, seconds=SECONDS, drain_s=3 * DRAIN_S)
+                found = overload.figures(load)
                 async with asyncio.timeout(DRAIN_S):
                     return SimpleNamespace(load=load, figures=found, judge=judge, refusal=await refusing)
             finally:
                 await measurement.close()
 
-        with overload.Stack(place, sys.executable, "penstock-demo", PROCESSES) as stack:
+        with overload.Stack(place, "penstock-demo", PROCESSES) as stack:
             measured = asyncio.run(measure(stack))
         with closing(sqlite3.connect(place / "state" / "ledger" / "usage.sqlite")) as ledger:
             asked = "SELECT outcome, count(*), sum(completion_tokens) FROM usage WHERE tenant != 'platform'"

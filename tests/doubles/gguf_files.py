@@ -32,6 +32,7 @@ ARCHITECTURES = {
 }
 RECIPES: dict[str, Callable[[str], Kind]] = {
     "gguf-f32": lambda _: Kind.F32,
+    "gguf-bf16": lambda _: Kind.BF16,
     "gguf-f16": lambda name: Kind.F16 if "attn" in name else Kind.BF16,
     "gguf-q8_0": lambda _: Kind.Q8_0,
     "gguf-q4_0": lambda name: Kind.Q4_0 if name.startswith("blk.") else Kind.Q6_K,
@@ -49,9 +50,11 @@ RECIPES: dict[str, Callable[[str], Kind]] = {
 
 
 def convert(
-    dense: Path, target: Path, twin: Path | None = None, recipe: str = "gguf-f32", *, split: int = 0
-) -> Path:
-    """Write the checkpoint `dense` as a GGUF file, and what the file stands for as the checkpoint `twin`.
+    dense: Path, target: Path, twin: Path | None = None, recipe: str = "gguf-f32", *, split: int = 0,
+    pre: str = "qwen2",
+) -> Path:  # fmt: skip
+    """Write the checkpoint `dense` as a GGUF file, and what the file stands for as the checkpoint `twin`;
+    `pre` is llama.cpp's name of how the tokenizer cuts text.
 
     With `split`, as files of so many tensors each; returned is the first.
     """
@@ -67,7 +70,7 @@ def convert(
     writer = gguf.GGUFWriter(target, name, split_max_tensors=split)
     _add_keys(writer, text, architecture)
     if (dense / "tokenizer.json").exists():
-        add_bytes_tokenizer(writer, dense, text["vocab_size"])
+        add_bytes_tokenizer(writer, dense, text["vocab_size"], pre)
     same = dict[str, Array]()
     names = gguf.get_tensor_name_map(architecture, text["num_hidden_layers"])
     for part, stacked, members in _merged(tensors):

@@ -55,15 +55,19 @@ def linear(
     y_type = _matrix("out", out, weight.n, m)
     if residual is not None and _matrix("residual", residual, weight.n, m) is not y_type:
         raise ValueError(f"residual is {residual.dtype}, out {out.dtype}")
-    kernels.linear(
-        PsLinear(
-            weight=pointer(weight.struct), x=x.data_ptr(), y=out.data_ptr(),
-            residual=None if residual is None else residual.data_ptr(),
-            m=m, ldx=x.stride(0), ldy=out.stride(0), ldr=0 if residual is None else residual.stride(0),
-            x_type=int(kind), y_type=int(y_type),
-        )
-    )  # fmt: skip
+    job = linear_job(weight, x, out)
+    if residual is not None:
+        job.residual, job.ldr = residual.data_ptr(), residual.stride(0)
+    kernels.linear(job)
     return out
+
+
+def linear_job(weight: NativeWeight, x: torch.Tensor, out: torch.Tensor) -> PsLinear:
+    """One product, ready to be asked for while its weight and tensors live."""
+    return PsLinear(
+        weight=pointer(weight.struct), x=x.data_ptr(), y=out.data_ptr(), residual=None, m=x.shape[0],
+        ldx=x.stride(0), ldy=out.stride(0), ldr=0, x_type=int(TYPES[x.dtype]), y_type=int(TYPES[out.dtype]),
+    )  # fmt: skip
 
 
 def rms_norm(

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known_shapes import SHAPES, make_model
 from safetensors.numpy import save_file
-
-from bench.peers.shapes import SHAPES, make_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "out" / "peers"

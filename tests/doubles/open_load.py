@@ -1,12 +1,8 @@
 """Open-loop load of many tenants: what is offered, what became of each request, and how late it was sent.
 
 Arrivals are Poisson times of a seed and do not depend on answers. A request is of one tenant (in a band) and
-one length class. The load counts *first attempts*: what a client does with a refusal comes on top, by its
-manners:
-
-    leaves    takes no for an answer
-    obeys     comes back when `Retry-After` says so, at most `OBEYED_MAX` times
-    hammers   comes back after `HAMMER_S` whatever was said, at most `HAMMERED_MAX` times
+one length class. The load counts *first attempts*: a client that is refused comes back when `Retry-After`
+says so, at most `OBEYED_MAX` times.
 
 Each attempt is timed from when it was due, so a generator that falls behind shows up in the figures;
 `late_ns` says by how much.
@@ -27,10 +23,8 @@ from penstock.protocol.server_answers import decode_chat_event, error_text
 from penstock.protocol.stream import EventReader
 
 OBEYED_MAX = 3
-HAMMER_S, HAMMERED_MAX = 0.2, 3
 OPEN_MAX = 4000
 """Requests open at once; an arrival beyond it is left out and counted."""
-MANNERS = ("leaves", "obeys", "hammers")
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,9 +132,7 @@ class OpenLoad:
     """When the last arrival was due."""
     _open: set["asyncio.Task[None]"] = field(default_factory=set["asyncio.Task[None]"])
 
-    async def run(
-        self, name: str, *, seed: int, rate: float, seconds: float, manners: str, drain_s: float
-    ) -> None:
+    async def run(self, name: str, *, seed: int, rate: float, seconds: float, drain_s: float) -> None:
         """Offer `rate` requests per second for so long, then wait until what was offered has ended: at most
         `drain_s`.
         """
@@ -155,7 +147,7 @@ class OpenLoad:
                 if len(self._open) >= OPEN_MAX:
                     self.left_out += 1
                     continue
-                self._send(self.body(f"{name} {number}", kind, seed), sender, kind, due_ns, manners)
+                self._send(self.body(f"{name} {number}", kind, seed), sender, kind, due_ns)
             if self._open:
                 await asyncio.wait(self._open, timeout=drain_s)
         finally:
@@ -188,14 +180,14 @@ class OpenLoad:
         while (due_ns := due_ns + round(chance.expovariate(rate) * NS_PER_S)) < self.ended_ns:
             yield due_ns, chance.choices(self.senders, by_sender)[0], chance.choices(self.kinds, by_kind)[0]
 
-    def _send(self, body: bytes, sender: Sender, kind: Kind, due_ns: int, manners: str) -> None:
+    def _send(self, body: bytes, sender: Sender, kind: Kind, due_ns: int) -> None:
         asked = Asked(sender, kind, due_ns)
         self.asked.append(asked)
-        task = asyncio.create_task(self._ask(asked, body, manners))
+        task = asyncio.create_task(self._ask(asked, body))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _ask(self, asked: Asked, body: bytes, manners: str) -> None:
+    async def _ask(self, asked: Asked, body: bytes) -> None:
         due_ns = asked.first_due_ns
         while True:
             response = await self.attempt(asked, body, due_ns)
@@ -204,9 +196,9 @@ class OpenLoad:
             asked.refusals += 1
             asked.reported += response.retry_after_s > 0
             asked.retry_after_s = asked.retry_after_s or response.retry_after_s
-            if manners == "leaves" or asked.attempts > (OBEYED_MAX if manners == "obeys" else HAMMERED_MAX):
+            if asked.attempts > OBEYED_MAX:
                 return
-            pause_s = HAMMER_S if manners == "hammers" else response.retry_after_s
+            pause_s = response.retry_after_s
             due_ns = self.clock.now_ns() + round(pause_s * NS_PER_S)
             if not pause_s or due_ns >= self.ended_ns:
                 return  # The load is over before it may come back.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-from bench.peers.vocabulary import END_OF_TEXT, TURN_END, Vocabulary, make_vocabulary, save_tokenizer
+from word_vocabulary import END_OF_TEXT, TURN_END, Vocabulary, make_vocabulary, save_tokenizer
 
 SEED = 20_26
 WEIGHT_STD = 0.02

@@ -1,7 +1,7 @@
 """Many simulated worlds with drawn failures, each checked; a failing one is made small and written down.
 
-    python -m bench.sim.swarm [--first 1] [--seeds 200] [--jobs 2] [--seconds 600]
-    python -m bench.sim.swarm --replay bench/out/case-17.json
+    python scripts/swarm.py [--first 1] [--seeds 200] [--jobs 2] [--seconds 600]
+    python scripts/swarm.py --replay bench/out/case-17.json
 
 Runs seeds first .. first + seeds - 1, in slices of some dozens; no other slice is begun after `--seconds`.
 Exit status 1 if a seed fails. See docs/simulator.md.
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from sim_case import Case, draw_case, failure, run_case, shrink
 
 from penstock.clock import NS_PER_S, SystemClock
 
-OUT = Path(__file__).parents[1] / "out"
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "doubles"))
+from sim_case import Case, draw_case, failure, run_case, shrink
+
+OUT = ROOT / "bench" / "out"
 SLICE = 24
 """Seeds between two words about how it stands."""
 
@@ -50,10 +53,11 @@ def write_down(tried: Tried, small: Case) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(small)))
     print(f"seed {tried.seed}: {tried.why}")
     print(f"  {len(small.requests)} requests, faults {[fault.kind.value for fault in small.faults]}")
-    print(f"  python -m bench.sim.swarm --replay {path}", flush=True)
+    print(f"  python scripts/swarm.py --replay {path}", flush=True)
 
 
 def main() -> int:
+    """Try the seeds, or play a written case again."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
