@@ -19,7 +19,10 @@ constexpr int kRowsInOrder = 2;
 // and more than two rows of int8 without VNNI. The sums of six rows of one half on AVX2 are twelve chains of
 // multiply-adds: with fewer than eight some of them wait for each other.
 constexpr int64_t kPieceInCache = 128;
-#ifdef __AVX512F__
+#ifdef __AVX512BF16__
+constexpr int kRowBlock = 12, kByteRows = 12, kNibbleRows = 8;
+constexpr int halves_at_once(int) { return 2; }
+#elif defined(__AVX512F__)
 constexpr int kRowBlock = 8, kByteRows = 8, kNibbleRows = 8;
 constexpr int halves_at_once(int) { return 2; }
 #else
@@ -73,7 +76,7 @@ static inline void add_here(const AddedHere &added, F16 (&acc)[R][2]) {
   bool is_shared = inner0 == inner1;
   for (int64_t j = 0; j < added.rank; j += 2) {
     Pairs b0 = load_pairs(added.b[0] + j * 16), b1 = load_pairs(added.b[1] + j * 16);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       PairInput x = spread_pair(inner0 + r * kAdapterRanks + j);
       acc[r][0] = dot(acc[r][0], b0, x);
@@ -92,7 +95,7 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
                                                 const AddedHere *added) {
   constexpr int H = 2;
   F16 acc[R][H];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
     for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
@@ -116,7 +119,7 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
           fetch_ahead(block + h * 512 + p * 32);
           part[h] = load_pairs(block + h * 512 + p * 32);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
           PairInput x = spread(a + r * lda + k + 2 * p);
 #pragma GCC unroll 2
@@ -126,7 +129,7 @@ static __attribute__((noinline)) void bf16_rows(const bf16 *w, const Wide *a, in
     }
   }
   if (kAddsHere && added) add_here<R>(*added, acc);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
