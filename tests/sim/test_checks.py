@@ -60,7 +60,7 @@ def test_a_prefix_of_another_adapter_is_found(monkeypatch) -> None:
     monkeypatch.setattr(
         PromptBlockNames,
         "chain",
-        lambda self, segments, **given: chain(self, segments, **{**given, "adapter": ""}),
+        lambda self, prompt, answer, **given: chain(self, prompt, answer, **{**given, "adapter": ""}),
     )
     assert "sent there by nobody who may share them" in failure(crowd(12))
 

@@ -33,7 +33,7 @@ def test_blocks_have_one_name_exactly_when_they_have_one_hash(prompts) -> None:
     pairs = set()
     for prompt, salt, public in prompts:
         public_tokens = min(public, sum(segment.tokens for segment in prompt))
-        mine = names.chain(prompt, salt=salt, public_tokens=public_tokens)
+        mine = names.keys(tuple(prompt), salt=salt, public_tokens=public_tokens)
         real = real_chain(prompt, salt, public_tokens)
         assert len(mine) == len(real)
         pairs.update(zip(mine, real, strict=True))

@@ -119,7 +119,7 @@ def events_of_engine(batch: KVEventBatch) -> list[Event]:
             found.append(
                 Stored(
                     own_keys(event.block_hashes),
-                    None if parent is None else int.from_bytes(parent[:KEY_BYTES], "little"),
+                    None if parent is None else _id(parent),
                     token_bytes(event.token_ids) if event.token_ids else b"",
                     event.block_size,
                     _tier(event.medium),
@@ -191,7 +191,7 @@ def _ids(hashes: object) -> list[int]:
 
 
 def _id(block_hash: object) -> int:
-    """The first 8 bytes of a hash, as in `prompt_keys.own_keys`; integers as they are."""
+    """The first 8 bytes of a hash, as in `hashing.own_keys`; integers as they are."""
     if isinstance(block_hash, bytes):
         return int.from_bytes(block_hash[:KEY_BYTES], "little")
     if isinstance(block_hash, int):

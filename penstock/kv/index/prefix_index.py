@@ -28,11 +28,12 @@ import msgspec
 SHARD_ENTRIES = 1024
 """Entries of one shard when the index is full. An operation on a whole shard at once (sweep, thin out) takes
 60 us."""
+_SHARD_SHIFT = 40
+"""A key's shard is in its bits from here on: a dict begins at the lowest, in which keys had better differ."""
 RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
 EXPIRED_MAX = 1024
-"""Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the
-next calls."""
+"""Predictions that one call may end, in less than a millisecond. The next calls end the others."""
 FORKS_MAX = 4096
 """First keys of which it is remembered where most workers dropped out."""
 
@@ -142,11 +143,9 @@ class PrefixIndex:
         assert entries_max > 0 <= predicted_max, (entries_max, predicted_max)
         num_shards = 1 << max(0, (entries_max // SHARD_ENTRIES).bit_length() - 1)
         self._shard_max = max(2, entries_max // num_shards)
-        self._low_bits = num_shards - 1
-        self._tiers: tuple[_Shards, _Shards] = (
-            [{} for _ in range(num_shards)],
-            [{} for _ in range(num_shards)],
-        )
+        self._shard_bits = num_shards - 1
+        every = range(num_shards)
+        self._tiers: tuple[_Shards, _Shards] = [{} for _ in every], [{} for _ in every]
         self._host_used = False
         self._predicted_max = predicted_max
         self._holders: dict[int, _Holder] = {}
@@ -188,9 +187,9 @@ class PrefixIndex:
             self._host_used = True
         elif holder.predicted:
             keys = self._confirm(holder, keys)
-        shards, low_bits, shard_max, bit = self._tiers[tier], self._low_bits, self._shard_max, holder.bit
+        shards, shard_bits, shard_max, bit = self._tiers[tier], self._shard_bits, self._shard_max, holder.bit
         for key in keys:
-            shard = shards[key & low_bits]
+            shard = shards[key >> _SHARD_SHIFT & shard_bits]
             # The one object for all blocks that only this worker has: a new key costs one look.
             if (mask := shard.setdefault(key, bit)) is bit:
                 if len(shard) > shard_max:
@@ -258,12 +257,12 @@ class PrefixIndex:
         return is_new
 
     def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
-        shards, low_bits, shard_max = self._tiers[Tier.DEVICE], self._low_bits, self._shard_max
+        shards, shard_bits, shard_max = self._tiers[Tier.DEVICE], self._shard_bits, self._shard_max
         predicted, bit, is_new = holder.predicted, holder.bit, False
         if not predicted:
             holder.thinned = self._num_thinned
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
-            shard = shards[key & low_bits]
+            shard = shards[key >> _SHARD_SHIFT & shard_bits]
             mask = shard.get(key)
             if mask is None:
                 shard[key], is_new = bit, True
@@ -336,7 +335,7 @@ class PrefixIndex:
         """Whether the worker has this one block on its device; an ended prediction may still count."""
         holder = self._holders.get(worker)
         return holder is not None and bool(
-            self._tiers[Tier.DEVICE][key & self._low_bits].get(key, 0) & holder.bit
+            self._tiers[Tier.DEVICE][key >> _SHARD_SHIFT & self._shard_bits].get(key, 0) & holder.bit
         )
 
     def was_reported(self, worker: int, key: int) -> bool:
@@ -344,21 +343,20 @@ class PrefixIndex:
         so.
         """
         holder = self._holders.get(worker)
-        return (
-            holder is not None
-            and key not in holder.predicted
-            and any(shards[key & self._low_bits].get(key, 0) & holder.bit for shards in self._tiers)
-        )
+        if holder is None or key in holder.predicted:
+            return False
+        shard = key >> _SHARD_SHIFT & self._shard_bits
+        return any(shards[shard].get(key, 0) & holder.bit for shards in self._tiers)
 
     def _runs(self, keys: Sequence[int], shards: _Shards, others: _Shards | None, among: int = -1) -> _Runs:
         """(length, workers whose prefix is that long) for every length that there is, in `shards` or
         `others`.
         """
-        low_bits, num = self._low_bits, len(keys)
+        shard_bits, num = self._shard_bits, len(keys)
         first = keys[0]
-        mask = shards[first & low_bits].get(first, 0)
+        mask = shards[first >> _SHARD_SHIFT & shard_bits].get(first, 0)
         if others is not None:
-            mask |= others[first & low_bits].get(first, 0)
+            mask |= others[first >> _SHARD_SHIFT & shard_bits].get(first, 0)
         runs: _Runs = []
         parts = [(0, num, mask)] if (mask := mask & self._live & among) else []
         fork = self._forks.get(first, 0)
@@ -372,9 +370,9 @@ class PrefixIndex:
                 else:
                     middle = (low + high) >> 1
                 key = keys[middle]
-                there = shards[key & low_bits].get(key, 0)
+                there = shards[key >> _SHARD_SHIFT & shard_bits].get(key, 0)
                 if others is not None:
-                    there |= others[key & low_bits].get(key, 0)
+                    there |= others[key >> _SHARD_SHIFT & shard_bits].get(key, 0)
                 if not (there := there & mask):
                     high = middle
                 else:
@@ -427,8 +425,8 @@ class PrefixIndex:
         for shards in self._tiers:
             self._clean(shards[self._swept])
         self._swept += 1
-        assert self._swept <= self._low_bits + 1, "there is no such shard"
-        if self._swept > self._low_bits:
+        assert self._swept <= self._shard_bits + 1, "there is no such shard"
+        if self._swept > self._shard_bits:
             self._retired = self._swept = 0
 
     def _clean(self, shard: dict[int, int]) -> None:
@@ -483,9 +481,9 @@ class PrefixIndex:
             heappush(self._due, (next(iter(holder.predicted.values())), self._num_due, holder))
 
     def _drop(self, shards: _Shards, keys: Sequence[int], bit: int) -> None:
-        low_bits = self._low_bits
+        shard_bits = self._shard_bits
         for key in keys:
-            shard = shards[key & low_bits]
+            shard = shards[key >> _SHARD_SHIFT & shard_bits]
             mask = shard.get(key, 0)
             if mask is bit or mask == bit:  # As a rule: no other worker has it.
                 del shard[key]

@@ -13,17 +13,15 @@ it looks for from what the workers have announced.
 Randomness of a simulation: named streams of one seed, each independent of how much the others are used.
 """
 
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from struct import Struct
-from typing import overload
+from typing import NamedTuple, overload
 
 import msgspec
 
 from penstock import rng
-from penstock.kv.hashing import KEY_BYTES, PUBLIC, BlockHash, BlockHasher
+from penstock.kv.hashing import KEY_BYTES, PUBLIC, BlockHasher
 from penstock.policy.flow import Outcome
 from penstock.types import BLOCK_TOKENS
 
@@ -240,6 +238,14 @@ class LazyTokens(Sequence[int]):
         return iter(prompt_tokens(self._segments))
 
 
+_CHAINS_MAX = 256
+"""Prompts whose names are remembered: from the look-up of their gateway until their worker names them."""
+_NEXT = 1 + (1 << 36)
+"""From a block's name to the next one's. Neighbours are neighbours in dictionaries too, sixteen of them in
+one shard of a gateway's index.
+"""
+
+
 class PromptBlockNames:
     """Names the blocks of prompts as the workers of one hasher do, in the namespaces of tenants."""
 
@@ -249,27 +255,36 @@ class PromptBlockNames:
         self._hasher = hasher
         self._roots: dict[tuple[bytes, str], int] = {}
 
-    def chain(
-        self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
-    ) -> list[BlockHash]:
-        """The names of all whole blocks, in order: those within the first `public_tokens` tokens are all
-        tenants'.
-        """
-        keys = self.keys(segments, salt=salt, adapter=adapter, public_tokens=public_tokens)
-        names = array("Q", keys)
-        if sys.byteorder == "big":
-            names.byteswap()
-        return list(_names(len(keys)).unpack(names.tobytes()))
-
     def keys(
-        self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
-    ) -> list[int]:
-        """The same names as a gateway's index has them (`own_keys`)."""
+        self, prompt: tuple[Segment, ...], *, salt: bytes, adapter: str = "", public_tokens: int = 0
+    ) -> tuple[int, ...]:
+        """The names of all whole blocks of a prompt, in order: those within the first `public_tokens` tokens
+        are all tenants'.
+        """
+        return self._chain(prompt, salt, adapter, public_tokens).keys
+
+    def chain(
+        self,
+        prompt: tuple[Segment, ...],
+        answer: Segment,
+        *,
+        salt: bytes,
+        adapter: str = "",
+        public_tokens: int = 0,
+    ) -> tuple[int, ...]:
+        """The same of a prompt with its answer behind it. Those of the prompt are the very objects that its
+        gateway's index has.
+        """
+        found = self._chain(prompt, salt, adapter, public_tokens)
+        return found.keys + _continued(answer, found.state, found.place).keys
+
+    def _chain(self, prompt: tuple[Segment, ...], salt: bytes, adapter: str, public_tokens: int) -> "_Chain":
         num_public, root = public_tokens // BLOCK_TOKENS, self._root(salt, adapter)
         if not num_public:
-            return _keys(segments, root)
-        public = _keys(segments, self._root(PUBLIC, adapter))[:num_public]
-        return public + _keys(segments, mix(root, num_public))[num_public:]
+            return _chain(prompt, root)
+        public = _chain(prompt, self._root(PUBLIC, adapter)).keys[:num_public]
+        private = _chain(prompt, mix(root, num_public))
+        return private._replace(keys=public + private.keys[num_public:])
 
     def _root(self, salt: bytes, adapter: str) -> int:
         root = self._roots.get((salt, adapter))
@@ -279,19 +294,29 @@ class PromptBlockNames:
         return root
 
 
-@lru_cache(maxsize=4096)
-def _names(count: int) -> Struct:
-    """Cuts so many names out of the bytes of all."""
-    return Struct(f"{KEY_BYTES}s" * count)
+class _Chain(NamedTuple):
+    """The names of a prompt's whole blocks, and where they go on."""
+
+    keys: tuple[int, ...]
+    state: int
+    """A function of all that is there."""
+    place: int
+    """Tokens behind the last whole block."""
 
 
-def _keys(segments: Sequence[Segment], state: int) -> list[int]:
-    keys, place = list[int](), 0
-    for segment in segments:
-        tokens = segment.tokens
-        base = mix(state, segment.content)
-        # Blocks that end in this content, by the position there of the first token behind them.
-        keys += range(base + BLOCK_TOKENS - place, base + tokens + 1, BLOCK_TOKENS)
-        place = (place + tokens) % BLOCK_TOKENS
-        state = mix(base, tokens)
-    return keys
+def _continued(segment: Segment, state: int, place: int) -> _Chain:
+    """The names of the whole blocks that end in this content, behind others."""
+    base, (count, place) = mix(state, segment.content), divmod(place + segment.tokens, BLOCK_TOKENS)
+    return _Chain(tuple(range(base, base + count * _NEXT, _NEXT)), mix(base, segment.tokens), place)
+
+
+@lru_cache(maxsize=_CHAINS_MAX)
+def _chain(prompt: tuple[Segment, ...], root: int) -> _Chain:
+    """Of a prompt, from the parent of its first block on."""
+    if len(prompt) == 1:
+        return _continued(prompt[0], root, 0)
+    keys, state, place = list[int](), root, 0
+    for segment in prompt:
+        more, state, place = _continued(segment, state, place)
+        keys += more
+    return _Chain(tuple(keys), state, place)

@@ -13,7 +13,7 @@ coasts: it knows when the next steps end, and does them in one leap when somethi
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.cache.manager import KVManager
@@ -328,15 +328,19 @@ class SimWorker:
         self._streams[submission.id] = AnswerStream(submission, request, is_stuck=self.sticks_next)
         self.sticks_next = False
 
-    def _names_of(self, submission: Submission) -> list[BlockHash]:
-        """Of the prompt's and the answer's whole blocks, as the engine would hash them when they are full."""
+    def _names_of(self, submission: Submission) -> Sequence[BlockHash]:
+        """Of the prompt's and the answer's whole blocks, in place of the hashes of the tokens when they are
+        full: to pool and cache one name is as good as another.
+        """
         num_answer = min(submission.output_tokens, submission.max_tokens)
-        return self._names.chain(
-            (*submission.prompt, Segment(submission.answer, num_answer)),
+        names = self._names.chain(
+            submission.prompt,
+            Segment(submission.answer, num_answer),
             salt=submission.salt,
             adapter=submission.adapter,
             public_tokens=submission.public_tokens,
         )
+        return cast(Sequence[BlockHash], names)
 
     # --- one step -----------------------------------------------------------------------------------
 
