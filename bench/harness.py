@@ -202,15 +202,10 @@ def command_line(doc: str | None, *, rounds: int | None = None) -> argparse.Argu
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds)
-    add_json_option(parser)
-    return parser
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Give the command line `--json FILE`, also called `--out`; `args.json` is a path or None."""
     parser.add_argument(
         "--json", "--out", type=Path, dest="json", metavar="FILE", help="write the figures here"
     )
+    return parser
 
 
 def write_result(

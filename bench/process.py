@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ START_S = 600.0
 """A large model, with its files on a disk."""
 SERVE = (sys.executable, "-m", "penstock", "serve")
 HERE = Path(__file__).parent / "relay"
+END_S, POLL_S = 20.0, 0.02
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -56,15 +57,32 @@ class Process:
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids())
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
+    def wait(self, is_there: Callable[[], bool], patience_s: float = START_S) -> float:
+        """The seconds until it is.
+
+        Raises:
+            RuntimeError: it ended before, or it took too long; then it is stopped.
+        """
+        began_s = time.monotonic()
+        while not is_there():
+            if self.child.poll() is not None or time.monotonic() > began_s + patience_s:
+                self.end()
+                raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
+            time.sleep(POLL_S)
+        return time.monotonic() - began_s
+
     def end(self) -> None:
         """Stop it."""
         if self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGTERM)
+            self._ask_to_end()
             try:
-                self.child.wait(10)
+                self.child.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
+
+    def _ask_to_end(self) -> None:
+        os.killpg(self.child.pid, signal.SIGTERM)
 
 
 class Served(Process):
@@ -94,13 +112,7 @@ class Served(Process):
             *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
             log=place / "log", cwd=cwd or place, **where, **environment,
         )  # fmt: skip
-        began = time.monotonic()
-        while not self._is_ready():
-            if self.child.poll() is not None or time.monotonic() > began + START_S:
-                self.end()
-                raise RuntimeError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.1)
-        self.ready_s = round(time.monotonic() - began, 1)
+        self.ready_s = round(self.wait(self._is_ready), 1)
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> Self:
@@ -121,15 +133,8 @@ class Served(Process):
         connection.close()
         return answer.status, text
 
-    def end(self) -> None:
-        """Stop it, and its workers with it: behind SIGTERM it would listen on for a lameduck time."""
-        if self.child.poll() is None:
-            self.child.send_signal(signal.SIGINT)
-            try:
-                self.child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.child.pid, signal.SIGKILL)
-                self.child.wait()
+    def _ask_to_end(self) -> None:
+        self.child.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
 
     def _is_ready(self) -> bool:
         try:

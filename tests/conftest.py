@@ -17,7 +17,7 @@ from penstock.engine.native.library import ABI_VERSION
 # too: so here.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# `make test` runs a process per core: torch's threads would only take turns with the others'. Read at its
+# `make test` runs several processes: torch's threads would only take turns with the others'. Read at its
 # import too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +27,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+TESTS = Path(__file__).parent
+# Directories whose tests start servers.
+WAITING = ("cli", "engine_process", "fleet")
+
 # A test may run pytest in a process of its own, whose tests are its parts: it holds their locks already.
 INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 
@@ -35,43 +39,82 @@ settings.register_profile("penstock", deadline=None, suppress_health_check=[Heal
 settings.load_profile("penstock")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _begin_elsewhere(config)
+    elif not INSIDE_A_TEST and LIBRARY.exists():
+        _build_kernels()
+
+
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Each worker of pytest-xdist reads the tests from another folder on. What one has prepared and written
+    (the bytecode of tests, with their assertions) the next finds; side by side each would prepare everything.
+    """
+    if [Path(arg).resolve() for arg in config.args] == [TESTS]:
+        folders = sorted({TESTS / path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")})
+        number, count = (os.environ[f"PYTEST_XDIST_WORKER{name}"] for name in ("", "_COUNT"))
+        first = len(folders) * int(number.removeprefix("gw")) // int(count)
+        config.args = [str(path) for path in folders[first:] + folders[:first]]
+
+
+def _build_kernels() -> None:
     """Kernels that were built for another version of the code are built again: after a pull or a merge.
 
     In a process of its own each, as this one would keep the library that it has loaded once.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ or INSIDE_A_TEST or not LIBRARY.exists():
-        return
     asked = f"import ctypes; print(ctypes.CDLL({str(LIBRARY)!r}).ps_abi_version())"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     if found.stdout.strip() != str(ABI_VERSION):
         subprocess.run([sys.executable, "-m", "penstock.engine.native.build"], check=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes take file after file in this order: those that mostly wait (for servers that start,
+    for time that passes) stand between those that compute, and are all done before the end, where a long file
+    would keep one process busy and leave the others idle.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    waiting = sorted({item.path for item in items if item.path.parent.name in WAITING})
+    computing = sorted({item.path for item in items} - {*waiting})
+    place = {path: 0.8 * at / len(waiting) for at, path in enumerate(waiting)}
+    place |= {path: at / len(computing) for at, path in enumerate(computing)}
+    items.sort(key=lambda item: (place[item.path], item.path))
+
+
+_held: list[int] = []
+"""Door and room, as they are open and locked while a test runs."""
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """A test that is marked `alone` waits until no other runs, in any process, and none begins until it has
     ended.
 
     Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead
     of one who waits for the room to be empty. Outermost of all, so that waiting is no part of the test's
-    timeout.
+    timeout. Tests that follow each other and are all alone keep the room, or each would wait anew until the
+    others' current tests have ended.
     """
     if INSIDE_A_TEST:
         return (yield)
-    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    door, room = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
-    try:
+    is_alone = item.get_closest_marker("alone") is not None
+    if not _held:
+        _held[:] = os.open(__file__, os.O_RDONLY), os.open(TESTS, os.O_RDONLY)
+        door, room = _held
         fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, how)
+        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
+    try:
         return (yield)
     finally:
-        for held in (door, room):
-            fcntl.flock(
-                held, fcntl.LOCK_UN
-            )  # Not only closed: a forked child of the test may have it open still.
-            os.close(held)
+        if not (is_alone and nextitem is not None and nextitem.get_closest_marker("alone")):
+            while _held:
+                # Not only closed: a forked child of the test may have it open still.
+                fcntl.flock(_held[-1], fcntl.LOCK_UN)
+                os.close(_held.pop())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

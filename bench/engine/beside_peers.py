@@ -30,7 +30,6 @@ from bench.harness import OUT, REPOSITORY, command_line, write_result
 from bench.peers.engines import (
     STREAMS_MAX,
     VARIANTS,
-    DidNotStart,
     Variant,
     launch,
     make_gguf,
@@ -149,7 +148,7 @@ def one_run(variant: Variant, folder: Path, number: int, args: argparse.Namespac
                 found, troubles = uvloop.run(beside_long_prompts(url, model, args.seed))
                 figures |= found
             figures[MEMORY] = process.rss_mb() / 1e3
-    except (DidNotStart, *BROKEN) as error:
+    except BROKEN as error:
         print(f"{model} {variant.name}: {error}", file=sys.stderr)
         return None
     run = Run(

@@ -35,7 +35,7 @@ def run(bench: Bench, report: Report) -> None:
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     figures: dict[str, Any] = {}
-    for name, measure in figures_of(bench, ops):
+    for name, measure in figures_of(bench, ops).items():
         seconds, moved, flops = measure()
         figures[name] = {
             "us": round(seconds * 1e6, 2),
@@ -165,36 +165,24 @@ SAMPLED = {"greedy": (0.0, 1.0), "plain": (0.8, 1.0), "top-p": (0.8, 0.95)}
 hard case."""
 
 
-def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
-    spec = shape("llama-3-8b", tiny=bench.tiny)
-    batches = (1, 3) if bench.tiny else (1, 8, 64, 256)
-    chunks = (32,) if bench.tiny else (2048, 8192)
-    context = 40 if bench.tiny else 1024
-    figures: list[tuple[str, Figure]] = [
-        (f"attend decode {batch}", lambda batch=batch: attend(bench, ops, spec, [(context, 1)] * batch))
-        for batch in batches
-    ]
-    figures += [
-        (f"attend prefill {tokens}", lambda tokens=tokens: attend(bench, ops, spec, [(0, tokens)]))
-        for tokens in chunks
-    ]
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    matrices = {
-        "qkv": (hidden, spec.q_size + 2 * spec.kv_size), "o": (spec.q_size, hidden),
-        "gate_up": (hidden, 2 * inner), "down": (inner, hidden), "head": (hidden, spec.vocab_size),
-    }  # fmt: skip
-    for name, (k, n) in matrices.items():
-        figures += [(f"{name} {m}", lambda m=m, k=k, n=n: gemm(bench, m, k, n)) for m in (*batches,
-        max(chunks))
-                    if name != "head" or m in batches]  # fmt: skip
-    figures.append(("add_norm", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[0]()))
-    figures.append(("silu_mul", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[1]()))
-    figures += [
-        (f"sample {how} {batch}", lambda how=how, batch=batch: sample(bench, ops, spec, how, batch))
+def figures_of(bench: Bench, ops: Ops) -> dict[str, Figure]:
+    """Attention and drawing of an 8B model's shape; products are the library's, and are in `ceilings`."""
+    spec, context = shape("llama-3-8b", tiny=bench.tiny), 40 if bench.tiny else 1024
+    batches, chunks = ((1, 3), (32,)) if bench.tiny else ((1, 8, 64, 256), (2048, 8192))
+    rows = {f"decode {batch}": [(context, 1)] * batch for batch in batches}
+    rows |= {f"prefill {tokens}": [(0, tokens)] for tokens in chunks}
+    figures: dict[str, Figure] = {
+        f"attend {name}": partial(attend, bench, ops, spec, each) for name, each in rows.items()
+    }
+    figures |= {
+        f"attend {name}, FP8": partial(attend, bench, ops, spec, each, float8=True)
+        for name, each in rows.items()
+    }
+    return figures | {
+        f"sample {how} {batch}": partial(sample, bench, ops, spec, how, batch)
         for how in SAMPLED
         for batch in batches
-    ]
-    return figures
+    }
 
 
 def in_float8(one: Case, dtype: torch.dtype) -> Case:
@@ -240,48 +228,14 @@ def flashinfer(bench: Bench, ops: Ops) -> dict[str, Any]:
             "mixed": twins(partial(attended, bench), theirs, TorchOps()),
             "decode": twins(partial(attended, bench, rows=DECODE), theirs, TorchOps()),
         }
-        spec = shape("llama-3-8b", tiny=bench.tiny)
-        for name, rows in {
-            **{f"decode {n}": [(1024, 1)] * n for n in (1, 8, 64)},
-            "prefill 2048": [(0, 2048)],
-        }.items():
+        spec, rows_of_kind = shape("llama-3-8b", tiny=bench.tiny), {"prefill 2048": [(0, 2048)]}
+        rows_of_kind |= {f"decode {n}": [(1024, 1)] * n for n in (1, 8, 64)}
+        for name, rows in rows_of_kind.items():
             seconds = [attend(bench, each, spec, rows)[0] for each in (theirs, ops)]
             found[name] = {"us": round(seconds[0] * 1e6, 2), "times_ours": round(seconds[0] / seconds[1], 3)}
     except Exception as error:  # noqa: BLE001 An optional part: whatever it is, it is a finding.
         return {"left_out": f"{type(error).__name__}: {error}"[:500]}
     return found
-
-
-def gemm(bench: Bench, m: int, k: int, n: int) -> tuple[float, float, float]:
-    # Several weights in turn, so that none stays in the device's cache.
-    copies = 2 if bench.tiny else max(2, min(16, (256 << 20) // (k * n * bench.dtype.itemsize)))
-    weights = [random(bench, n, k, seed=i).t() for i in range(copies)]
-    x, out = random(bench, m, k, seed=99), torch.empty(m, n, dtype=bench.dtype, device=bench.device)
-
-    def all_weights() -> None:
-        for weight in weights:
-            torch.mm(x, weight, out=out)
-
-    seconds = bench.seconds(all_weights, calls=2) / copies
-    return seconds, float((k * n + m * (k + n)) * bench.dtype.itemsize), 2.0 * m * k * n
-
-
-def elementwise(bench: Bench, ops: Ops, tokens: int, hidden: int, inner: int) -> tuple[Figure, Figure]:
-    size = bench.dtype.itemsize
-
-    def add_norm() -> tuple[float, float, float]:
-        residual, x = random(bench, tokens, hidden, seed=1), random(bench, tokens, hidden, seed=2)
-        weight, out = random(bench, hidden, seed=3), torch.empty_like(x)
-        seconds = bench.seconds(lambda: ops.add_norm(residual, x, weight, 1e-6, out))
-        return seconds, 4.0 * tokens * hidden * size, 0.0
-
-    def silu_mul() -> tuple[float, float, float]:
-        x = random(bench, tokens, 2 * inner, seed=1)
-        out = torch.empty(tokens, inner, dtype=bench.dtype, device=bench.device)
-        seconds = bench.seconds(lambda: ops.silu_mul(x, out))
-        return seconds, 3.0 * tokens * inner * size, 0.0
-
-    return add_norm, silu_mul
 
 
 def sample(bench: Bench, ops: Ops, spec: DecoderSpec, how: str, batch: int) -> tuple[float, float, float]:
@@ -290,9 +244,7 @@ def sample(bench: Bench, ops: Ops, spec: DecoderSpec, how: str, batch: int) -> t
     temperature, top_p = SAMPLED[how]
     one.step.state.temperature.fill_(temperature)
     one.step.state.top_p.fill_(top_p)
-    logits, drawn = (
-        3 * random(bench, batch, spec.vocab_size, seed=9).float(),
-        Drawn.allocate(batch, bench.device),
-    )
+    logits = 3 * random(bench, batch, spec.vocab_size, seed=9).float()
+    drawn = Drawn.allocate(batch, bench.device)
     seconds = bench.seconds(lambda: void(ops.sample(logits, one.step, drawn)), calls=3)
     return seconds, 4.0 * batch * spec.vocab_size, 0.0

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from word_vocabulary import make_vocabulary, save_tokenizer
+
 from bench.gpu.common import Bench, Report, shape
 from bench.harness import REPOSITORY
 from bench.process import Served, load_report
@@ -102,26 +104,17 @@ def figures(level: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
-    """A directory with the config of a shape, and the demo model's tokenizer with tokens added up to its
-    vocabulary.
-    """
+    """A directory with the config of a shape, and a tokenizer of as many tokens."""
     model.mkdir()
+    vocab_size = max(spec.vocab_size, 1200)  # Of tiny shapes: all bytes, and the load generator's words.
     config = {
         "architectures": [spec.architecture],
         "model_type": spec.architecture.removesuffix("ForCausalLM").lower(), "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim, "vocab_size": spec.vocab_size, "max_position_embeddings": max_position,
+        "head_dim": spec.head_dim, "vocab_size": vocab_size, "max_position_embeddings": max_position,
         "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta, "tie_word_embeddings": spec.tied_head,
         "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
     }  # fmt: skip
-    config["vocab_size"] = max(spec.vocab_size, 4096)  # The demo tokenizer's, in tiny shapes.
     (model / "config.json").write_text(json.dumps(config))
-    for file in (*DEMO.glob("*.json"), *DEMO.glob("*.jinja")):
-        if file.name not in ("config.json", "tokenizer.json"):
-            (model / file.name).write_text(file.read_text())
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    known = tokenizer["model"]["vocab"]
-    taken = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}
-    known.update((f"\u0120x{i}", i) for i in range(config["vocab_size"]) if i not in taken)
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    save_tokenizer(make_vocabulary(vocab_size), model, context=max_position)

@@ -1,8 +1,6 @@
-"""Grammars beside free text: time per token of 32 streams, and the CPU time of compiling a schema of thirty
-fields with patterns.
+"""Grammars beside free text: time per token of 32 streams.
 
-    python -m bench.grammar.cost [MODEL_DIR | --shape 28m] [--rounds 7] [--turns 100] [--batch 32]
-        [--json FILE]
+    python -m bench.grammar.cost [MODEL_DIR | --shape 28m] [--turns 100] [--batch 32] [--json FILE]
 
 Two engines in this process, of which one writes free text and one a constrained kind, eight steps each in
 turn, so that whatever else the machine does hits both. `--shape` takes a shape of known_shapes.py with random
@@ -18,7 +16,7 @@ from typing import Any
 import msgspec
 from known_shapes import SHAPES, make_model
 
-from bench.harness import OUT, Spread, command_line, spread, table, write_result
+from bench.harness import OUT, Spread, command_line, table, write_result
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, FollowsGrammars, build_core
@@ -39,16 +37,6 @@ KINDS: dict[str, Any] = {
     "string": {"regex": '"[^"\\\\]{400,}"'},
     "list": {"json": {"type": "array", "minItems": 200, "items": {"type": "number"}}},
 }
-FIELDS = {
-    "type": "object",
-    "properties": {
-        f"field_{i}": ({"type": "string", "pattern": f"^[A-Z]{{2}}-[0-9]{{{i % 6 + 1}}}(-[a-z]+)?$"},
-                       {"type": "integer", "minimum": i, "maximum": 1000 * i + 7},
-                       {"enum": [f"{i}-{word}" for word in ("red", "green", "blue")]})[i % 3]
-        for i in range(30)
-    },
-    "additionalProperties": False,
-}  # fmt: skip
 
 
 class Engine:
@@ -64,12 +52,14 @@ class Engine:
         assert tokens is not None
         assert isinstance(runner, FollowsGrammars), "grammars are followed on the CPU"
         runner.use_grammars(tokens)
-        self.tokens, self.compiler, self._batch, self._number = tokens, GrammarCompiler(tokens), batch, 0
+        self.tokens, self._batch, self._number = tokens, batch, 0
         self.core: EngineCore = build_core(runner, config, b"bench" * 8, CLOCK)
+        compiler = GrammarCompiler(tokens)
         self._compiled = {
-            kind: self.compiler.compile(b"", Grammar(form=msgspec.json.encode(form))).result()
+            kind: compiler.compile(b"", Grammar(form=msgspec.json.encode(form))).result()
             for kind, form in KINDS.items() if form is not None
         }  # fmt: skip
+        compiler.close()
 
     def submit(self, kind: str) -> None:
         """One batch."""
@@ -94,13 +84,6 @@ class Engine:
         for _ in range(num):
             tokens += sum(len(output.token_ids) for output in self.core.step().get(0, []))
         return tokens, time.monotonic() - began, time.process_time() - cpu_s
-
-    def compile_cpu_ms(self, number: int) -> float:
-        """Of the 30 fields, on this process's threads: what remains after the trial, with the first mask."""
-        grammar = Grammar(form=msgspec.json.encode({"json": FIELDS | {"title": str(number)}}))
-        began = time.process_time_ns()
-        self.compiler.compile(b"", grammar).result()
-        return (time.process_time_ns() - began) / 1e6
 
 
 def in_blocks(free: Engine, held: Engine, kind: str, batch: int, turns: int) -> dict[str, list[float]]:
@@ -136,7 +119,7 @@ def quartiles(values: list[float]) -> Spread:
 
 
 def main() -> None:
-    parser = command_line(__doc__, rounds=7)
+    parser = command_line(__doc__)
     parser.add_argument("model", type=Path, nargs="?", default=DEMO)
     parser.add_argument("--turns", type=int, default=100, help="blocks of steps")
     parser.add_argument("--shape", choices=SHAPES)
@@ -152,12 +135,7 @@ def main() -> None:
         rows.append((f"{kind}: time of a token over free text's", took, "1.03 allowed"))
         rows.append((f"{kind}: CPU of a token over free text's", cpu, ""))
         report[kind] = {"time_to_free": took.rounded(), "cpu_to_free": cpu.rounded()}
-    compiling = [held.compile_cpu_ms(number) for number in range(3 * args.rounds)]
-    report["compile_30_fields_cpu_ms"] = spread(compiling).rounded()
-    rows.append(("compiling 30 fields, ms of CPU", spread(compiling), "10 allowed"))
     print(table((report["model"], "", ""), rows))
-    for engine in (free, held):
-        engine.compiler.close()
     write_result(args.json, report)
 
 

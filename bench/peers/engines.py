@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,6 @@ LOWERED = {
 """Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
-POLL_S = 0.02
 KV_GIB = 1
 INSTALL = {
     "vllm": "bench/peers/install_vllm.sh",
@@ -208,32 +206,20 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class DidNotStart(Exception):
-    """The server ended or did not answer in time; the message has the end of its log."""
-
-
 @contextlib.contextmanager
 def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[tuple[Process, float]]:
     """The server inside the block, and the seconds from its start to its first answered request.
 
     Raises:
-        DidNotStart: it ended before its first answer, or had none in time.
+        RuntimeError: it ended before its first answer, or had none in time.
     """
     for path, text in launch.files.items():
         path.write_text(text, encoding="utf-8")
     log.unlink(missing_ok=True)
-    started = time.monotonic()
     # Everybody keeps compiled modules, as an installed server does.
     process = Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment)
     try:
-        while not _answers(port, model):
-            waited = time.monotonic() - started
-            if process.child.poll() is not None or waited > START_S:
-                raise DidNotStart(
-                    f"no answer after {waited:.0f} s:\n{log.read_text(errors='replace')[-2000:]}"
-                )
-            time.sleep(POLL_S)
-        yield process, time.monotonic() - started
+        yield process, process.wait(lambda: _answers(port, model))
     finally:
         process.end()
 

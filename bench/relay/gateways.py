@@ -136,10 +136,6 @@ def command_of(gateway: str, place: Place) -> list[str]:
         return [str(binaries / "smg"), "launch", *routed]
     if gateway == "vllm-router":
         return [str(binaries / "vllm-router"), *routed]
-    if gateway == "production-stack":
-        behind = ["--service-discovery", "static", "--static-backends", url, "--static-models", "m"]
-        python = place.venv / "production-stack/bin/python"
-        return [str(python), "-m", "vllm_router.app", *listen, *behind, "--routing-logic", "roundrobin"]
     if gateway == "litellm":
         return [str(binaries / "litellm"), "--config", _written(place, "litellm.yaml", LITELLM), *listen]
     if gateway == "envoy":
@@ -168,9 +164,6 @@ def versions_of(gateways: list[str], venv: Path) -> dict[str, str]:
     versions = {name: found[package] for name, package in packages.items() if package in found}
     if "nginx" in gateways and (version := _nginx_version(venv)):
         versions["nginx"] = version
-    if "production-stack" in gateways:
-        router = installed(venv / "production-stack", ("vllm-router",))  # Its name, too, is vllm-router.
-        versions["production-stack"] = router.get("vllm-router", "from a checkout")
     return versions
 
 

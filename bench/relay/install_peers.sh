@@ -17,9 +17,3 @@ if [ ! -x "$venv/nginx/usr/sbin/nginx" ] && command -v apt-get dpkg-deb > /dev/n
   (cd "$place" && apt-get download -q nginx 2> /dev/null && dpkg-deb -x nginx_*.deb "$venv/nginx") || echo "nginx could not be had" >&2
   rm -rf "$place"
 fi
-# The router of vLLM's production-stack is not on PyPI (its name there, vllm-router, is another program). With a checkout of it:
-#   PRODUCTION_STACK=DIR bench/relay/install_peers.sh
-if [ -n "${PRODUCTION_STACK:-}" ]; then
-  [ -x "$venv/production-stack/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv/production-stack"
-  "$venv/production-stack/bin/pip" install -q "$PRODUCTION_STACK" || echo "production-stack's router could not be installed" >&2
-fi

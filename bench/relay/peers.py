@@ -12,7 +12,7 @@ only ours is measured); `open`: whole answers that are asked for at random, 500 
 below what any of these gateways saturates at, whether or not others have ended, so that the slowest say how
 long one waits; `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
 time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one
-token per step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own
+token per step, asked without a gateway). Ours talks to a stand-in worker in our own
 protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events; `penstock.http` is
 `penstock serve` in front of the upstream, as the others are.
 bench/relay/install_peers.sh makes VENV.
@@ -23,6 +23,8 @@ of the requests and at most 64 connections.
 
 import argparse
 import json
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,13 +36,15 @@ from bench.harness import command_line, write_result
 from bench.process import Process, build, free_port
 from bench.relay.gateways import HERE, Place, command_of, versions_of
 from bench.relay.tables import Results, peer_table, ratio_table
+from penstock.protocol.worker import FrameDecoder, StepOutput, Submit, decode_from_worker, encode
+from penstock.types import RequestId, SamplingParams
 
 KEY = "sk-benchbenchbe_0123456789abcdef0123456789abcdef0123456789a"
 """As in bench/relay/gateway.py."""
 START_S = 90.0
 PACE_US = 20_000
 WARM_CHUNKS = 16
-SLOW = ("litellm", "production-stack")
+SLOW = ("litellm",)
 """Gateways that take so long that one round on a tenth of the requests has to do."""
 SLOW_CONNECTIONS = 64
 OWN_SHAPES = ("each",)
@@ -115,17 +119,16 @@ def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float
     return seen
 
 
-def wait_answers(place: Path, port: int, process: Process | None, patience_s: float = START_S) -> None:
+def wait_answers(place: Path, port: int, process: Process, patience_s: float = START_S) -> None:
     """Until one whole answer comes back."""
-    deadline = time.monotonic() + patience_s
-    while True:
+
+    def answers() -> bool:
         try:
-            load(place, port, Shape("probe", 1, 1, 0), 1)
-            return
-        except RuntimeError as error:
-            if time.monotonic() > deadline or (process and process.child.poll() is not None):
-                raise RuntimeError(f"it does not answer: {error}") from error
-            time.sleep(0.1)
+            return bool(load(place, port, Shape("probe", 1, 1, 0), 1))
+        except RuntimeError:
+            return False
+
+    process.wait(answers, patience_s)
 
 
 def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -> dict[str, float]:
@@ -175,9 +178,19 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
 
 def direct_us(worker: str, requests: int) -> float:
     """The worker's own time for the same answers, one at a time: what ours adds is what goes beyond it."""
-    command = [sys.executable, str(HERE / "direct.py"), worker, str(requests), "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["total_p50_us"])
+    decoder, took_s = FrameDecoder(), list[float]()
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(worker)
+        for number in range(requests):
+            how = SamplingParams(max_tokens=12)
+            asked = encode(Submit(request_id=RequestId(f"r{number}"), prompt=bytes(4 * 24), sampling=how))
+            began_s, is_over = time.perf_counter(), False
+            link.sendall(asked)
+            while not is_over:
+                messages = [decode_from_worker(body) for body in decoder.feed(link.recv(1 << 16))]
+                is_over = any(isinstance(each, StepOutput) and each.outputs[0].finish for each in messages)
+            took_s.append(time.perf_counter() - began_s)
+    return statistics.median(took_s) * 1e6
 
 
 def is_measured(gateway: str, shape: str, number: int) -> bool:

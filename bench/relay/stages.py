@@ -29,11 +29,12 @@ from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from bench.harness import command_line, table, write_result
+from bench.harness import command_line, in_turns, table, write_result
 from bench.process import Process, build, free_port
 from bench.relay.gateways import HERE, OURS, config_of, python_path
 from bench.relay.peers import KEY, SHAPES, START_S, Shape, load, wait_answers
@@ -162,49 +163,36 @@ def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
 
 def in_bursts(
     trees: Sequence[str], shape: Shape, requests: int, turns: int, place: Path
-) -> tuple[list[list[float]], list[list[float]]]:
-    """CPU of all threads for each request and the p99 of requests' times, both in microseconds: a row for a
-    turn, a column for each tree.
-    """
-    rows: list[list[float]] = []
-    slow: list[list[float]] = []
+) -> list[list[tuple[float, float]]]:
+    """By tree and turn: CPU of all threads for each request and the p99 of their times, in microseconds."""
+
+    def burst(port: int, process: Process) -> tuple[float, float]:
+        before_s = process.cpu_exact_s()
+        p99_us = load(place, port, shape, requests)["total_p99_us"]
+        return (process.cpu_exact_s() - before_s) / requests * 1e6, p99_us
+
     with ExitStack() as stack:
         running = [stack.enter_context(serving(of_tree(tree), shape, place)) for tree in trees]
-        for number in range(-1, turns):
-            row, waits = [0.0 for _ in trees], [0.0 for _ in trees]
-            for i in range(len(trees)):
-                port, process = running[index := (i + number) % len(trees)]
-                before = process.cpu_exact_s()
-                waits[index] = load(place, port, shape, requests)["total_p99_us"]
-                row[index] = (process.cpu_exact_s() - before) / requests * 1e6
-            if number >= 0:
-                rows.append(row)
-                slow.append(waits)
-    return rows, slow
+        kinds = {str(number): partial(burst, *each) for number, each in enumerate(running)}
+        return list(in_turns(turns, kinds).values())
 
 
 def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[str, object]:
     """The cost of a shape in each tree."""
-    trees, found = args.tree, dict[str, object]()
+    found = dict[str, object]()
     if args.instructions:
-        counts = [instructions(tree, shape, requests, place) for tree in trees]
+        counts = [instructions(tree, shape, requests, place) for tree in args.tree]
         found["instructions"] = [round(count) for count in counts]
         shown = f"{', '.join(f'{count / 1e6:.3f}' for count in counts)} million instructions a request"
         print(f"{shape.name}: {shown}, ratio {counts[0] / counts[-1]:.3f}", flush=True)
     if args.turns:
-        rows, slow = in_bursts(trees, shape, requests, args.turns, place)
-        medians, slowest = (
-            [statistics.median(each) for each in zip(*of, strict=True)] for of in (rows, slow)
-        )
-        quartiles = [
-            [round(each, 3) for each in statistics.quantiles([row[i] / row[-1] for row in rows], n=4)]
-            for i in range(len(trees) - 1)
-        ]
-        found |= {"cpu_us": [round(each, 1) for each in medians], "ratio_quartiles": quartiles}
-        found["p99_us"] = [round(each) for each in slowest]
-        shown = f"{', '.join(f'{each:.0f}' for each in medians)} us of CPU a request"
-        print(f"{shape.name}: {shown}; ratios, in quartiles, {quartiles}", flush=True)
-        print(f"{shape.name}: p99 {', '.join(f'{each:.0f}' for each in slowest)} us", flush=True)
+        bursts = in_bursts(args.tree, shape, requests, args.turns, place)
+        cpu, p99 = ([[each[i] for each in tree] for tree in bursts] for i in (0, 1))
+        ratios = [[a / b for a, b in zip(each, cpu[-1], strict=True)] for each in cpu[:-1]]
+        found["cpu_us"] = [round(statistics.median(each), 1) for each in cpu]
+        found["ratio_quartiles"] = [[round(q, 3) for q in statistics.quantiles(each, n=4)] for each in ratios]
+        found["p99_us"] = [round(statistics.median(each)) for each in p99]
+        print(f"{shape.name}: {found}", flush=True)
     return found
 
 

@@ -11,7 +11,6 @@ second within 10 %; counters equal where nothing is promised (cached tokens with
 at one instant goes first is not modelled), else within 10 %.
 """
 
-import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,40 +20,31 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
+from modelled_load import ANSWER_TOKEN, load
+from modelled_runner import RUNNER, Modelled, OnDevice, modelled_worker
 
-from bench.harness import REPOSITORY, command_line, table, write_result
+from bench.harness import command_line, table, write_result
 from bench.process import Served
-from penstock import rng
-from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.clock import NS_PER_S, SystemClock, sleep
+from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings, promised
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
 from penstock.policy.flow import Outcome
 from penstock.protocol.address import WorkerLaunch, hash_key_of
-from penstock.protocol.openai import UsageBody
-from penstock.protocol.server_answers import decode_completion_event
-from penstock.protocol.stream import EventReader
 from penstock.schedule.step import StepShape
 from penstock.sim.report.figures import Spread
 from penstock.sim.scenarios.scenario import pool
 from penstock.sim.scenarios.setup import Knobs, Setup, play
-from penstock.sim.traffic.prompts import RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.run import WorldSpec
 
-sys.path.append(str(REPOSITORY / "tests/doubles"))
-from modelled_runner import RUNNER, Modelled, OnDevice, modelled_worker
-
 MODEL, DEVICE, ROWS, STEP_TOKENS, MODEL_LEN = "7b", "a10g", 32, 512, 16_384
-FIRST_TOKEN, ANSWER_TOKEN = 400, 1000
 PLACED = Placed(model=model_shape(MODEL), device=accelerator(DEVICE))
 KEY = "sk-the-key-of-the-fidelity-bench"
-CLOCK = SystemClock()
 NOTHING = AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=())
 CASES = {"nothing promised, 3/s": (3.0, NOTHING), "default promises, 9/s": (9.0, AdmissionConfig())}
-OUTCOMES = {200: Outcome.FINISHED, 429: Outcome.REJECTED, 503: Outcome.EVICTED}
 
 
 class Case(NamedTuple):
@@ -115,65 +105,6 @@ def simulated(case: Case, host_us: int) -> dict[str, float]:
     return figures(play(Setup(world=world, sources=(case.source,), seconds=case.seconds), case.seed).records)
 
 
-class Answer:
-    """One real answer, stamped while it is read. A `BodySink`."""
-
-    def __init__(self) -> None:
-        self.first_ns, self.last_ns, self.usage, self._reader = -1, -1, UsageBody(), EventReader()
-
-    def on_bytes(self, data: bytes) -> None:
-        """Read the events of a stream."""
-        now_ns = CLOCK.now_ns()
-        for event in self._reader.feed(data):
-            if event != b"[DONE]":
-                chunk = decode_completion_event(event)
-                self.usage = chunk.usage or self.usage
-                if any(choice.text for choice in chunk.choices):
-                    self.first_ns, self.last_ns = now_ns if self.first_ns < 0 else self.first_ns, now_ns
-
-
-def body(request: SimRequest) -> bytes:
-    """As HTTP has it. Every second segment from the third on is an earlier answer, of the one token that the
-    modelled engine says.
-    """
-    prompt: list[int] = []
-    for i, segment in enumerate(request.prompt):
-        draw = rng.stream(segment.content, "content").getrandbits
-        is_answer = i > 1 and i % 2 == 0
-        prompt += [ANSWER_TOKEN if is_answer else FIRST_TOKEN + draw(11) for _ in range(segment.tokens)]
-    fields = {
-        "model": "m", "prompt": prompt, "max_tokens": request.output_tokens, "stream": True,
-        "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    return msgspec.json.encode(fields)
-
-
-async def load(case: Case, url: str) -> list[RequestRecord]:
-    """Send the requests when they are due, and wait for the answers."""
-    client = Client(ApiAddress.parse(url), key=KEY, limits=ClientLimits(request_timeout_s=600))
-    requests = [(each, body(each)) for each in merged([case.source], case.seed, case.seconds)]
-    began_ns, records = CLOCK.now_ns() + NS_PER_S, list[RequestRecord]()
-
-    async def one(request: SimRequest, content: bytes) -> None:
-        response = await client.post("/completions", content, answer := Answer())
-        usage, end_ns = answer.usage, max(answer.last_ns, began_ns + request.at_ns)
-        records.append(
-            RequestRecord(
-                id=request.id, tenant=request.tenant, model=request.model, band="",
-                at_ns=began_ns + request.at_ns, outcome=OUTCOMES[response.status], first_ns=answer.first_ns,
-                end_ns=end_ns, prompt_tokens=usage.prompt_tokens or 0,
-                cached_tokens=usage.cached_tokens or 0, completion_tokens=usage.completion_tokens or 0,
-            )
-        )  # fmt: skip
-
-    async with asyncio.TaskGroup() as group:
-        for request, content in requests:
-            await sleep(max(0, began_ns + request.at_ns - CLOCK.now_ns()) / NS_PER_S)
-            group.create_task(one(request, content))
-    await client.close()
-    return records
-
-
 def real(case: Case) -> dict[str, float]:
     """Of a worker process with the modelled runner, and a gateway process in front."""
     modelled = Modelled(
@@ -194,7 +125,9 @@ def real(case: Case) -> dict[str, float]:
             modelled_worker(Path(name), launch, modelled.environment()),
             Served(Path(name) / "gateway", config, PENSTOCK_API_KEY=KEY) as served,
         ):
-            return figures(uvloop.run(load(case, f"http://127.0.0.1:{served.port}/v1")))
+            requests = list(merged([case.source], case.seed, case.seconds))
+            keys = dict.fromkeys((each.tenant for each in requests), KEY)
+            return figures(uvloop.run(load(served.url, keys, requests)))
 
 
 def is_near(name: str, ratio: float, *, is_exact: bool) -> bool:

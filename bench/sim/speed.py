@@ -1,7 +1,6 @@
 """How many requests a second the simulator runs through on one core, and what a thousand workers take.
 
     python -m bench.sim.speed [--requests 4000] [--workers 64] [--json FILE]
-    python -m bench.sim.speed --shares [--requests 4000] [--workers 64]
     python -m bench.sim.speed --fleet 1000 --minutes 10
 
 Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about
@@ -9,20 +8,15 @@ Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requ
 50 ms. Workers are loaded to 70%. Time is that of the processor, for others use the machine too; beside it
 stands its ratio to a bare heap, which is asked in turn with the simulation: one push and pop for every event
 that it had. Checkouts are compared, call by call, by `bench/sim/cost.py`.
-`--shares` looks every millisecond of processor time at the part of the product that computes (its own lines,
-not those that it calls), and says how much of a request is whose.
 `--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after
 how many.
 """
 
 import resource
-import signal
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from time import process_time
-from types import FrameType
 
 from bench.harness import command_line, write_result
 from penstock import rng
@@ -96,10 +90,10 @@ def drop(_: RequestRecord) -> None:
     """Records are counted and hashed, and not kept."""
 
 
-def simulate(load: Load, *, fast_forwards: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
+def simulate(load: Load, *, num_blocks: int = 16_384) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
     engine = EngineSettings(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, fast_forwards=fast_forwards)
+    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)
     began_s = process_time()
@@ -136,25 +130,6 @@ def say(name: str, said: dict[str, float]) -> None:
     )
 
 
-def shares(load: Load) -> dict[str, float]:
-    """The part of each folder of the product, of the time of a simulation."""
-    seen: Counter[str] = Counter()
-
-    def look(_: int, frame: FrameType | None) -> None:
-        file = "" if frame is None else frame.f_code.co_filename
-        if "/penstock/" in file:
-            folders = file.rpartition("/penstock/")[2].split("/")[:-1]
-            seen["/".join(folders[:2])] += 1
-
-    signal.signal(signal.SIGPROF, look)
-    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
-    try:
-        simulate(load)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    return {part: round(count / seen.total(), 3) for part, count in seen.most_common(20)}
-
-
 def fleet(workers: int, minutes: float) -> dict[str, object]:
     """As many requests as it gets through in so much processor time, and the rest of what runs then."""
     load = Load(1_000_000, workers, until_s=process_time() + minutes * 60)
@@ -171,23 +146,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--fleet", type=int, default=0, help="workers of a large run, and nothing else")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--shares", action="store_true", help="which part of the product computes")
     args = parser.parse_args()
-    said: dict[str, object] = {}
-    if args.shares:
-        said["shares"] = found = shares(Load(args.requests, args.workers))
-        print("\n".join(f"{part:24} {share:.1%}" for part, share in found.items()))
-    elif args.fleet:
-        said["fleet"] = fleet(args.fleet, args.minutes)
+    if args.fleet:
+        said: dict[str, object] = {"fleet": fleet(args.fleet, args.minutes)}
     else:
         load = Load(args.requests, args.workers)
-        said["alone"] = alone = figures(load, *simulate(load))
+        alone = figures(load, *simulate(load))
         say(f"{args.workers} workers", alone)
-        stepped, stepped_s = simulate(Load(args.requests // 10, args.workers), fast_forwards=False)
-        leapt, leapt_s = simulate(Load(args.requests // 10, args.workers))
-        assert stepped.digest == leapt.digest
-        print(f"without leaps: {stepped_s / leapt_s:.1f} times as long, the same digest", flush=True)
-        said["times_as_long_without_leaps"] = round(stepped_s / leapt_s, 2)
+        said = {"alone": alone}
     write_result(args.json, said)
 
 

@@ -13,6 +13,7 @@ both places and counted once by its id. Of a living gateway only requests that a
 those that it was in the middle of count as they will be recovered.
 """
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -283,14 +284,18 @@ class LedgerReader:
             self._connection = sqlite3.connect("file::memory:", uri=True, timeout=BUSY_S)
         except sqlite3.Error as error:
             raise LedgerError(f"no ledger can be read: {error}") from error
-        databases = [ledger_segment.database_path(each) for each in (directory, *others)]
-        for each, database in zip((directory, *others), databases, strict=True):
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._connection.close)
+            self._read((directory, *others))
+            failed.pop_all()
+
+    def _read(self, directories: Sequence[Path]) -> None:
+        databases = [ledger_segment.database_path(each) for each in directories]
+        for each, database in zip(directories, databases, strict=True):
             if not database.exists():
                 raise LedgerError(f"{each}: there is no ledger here")
         try:
-            self._make_pending(
-                [record for each in (directory, *others) for record in self._read_journals(each)]
-            )
+            self._make_pending([record for each in directories for record in self._read_journals(each)])
             self._take(databases)
             self._make_views()
         except sqlite3.Error as error:

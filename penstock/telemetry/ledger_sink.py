@@ -10,6 +10,7 @@ forgets what was delivered. A row that is there already stays as it is. Columns 
 an older file lacks are added when it is opened; a file that a newer version wrote is refused.
 """
 
+import contextlib
 import enum
 import os
 import sqlite3
@@ -239,10 +240,16 @@ class SqliteSink:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=8
             )
-            path.chmod(0o600)
-            self._prepare()
-        except (sqlite3.Error, OSError) as error:
+        except sqlite3.Error as error:
             raise LedgerError(f"{path}: {error}") from error
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            try:
+                path.chmod(0o600)
+                self._prepare()
+            except (sqlite3.Error, OSError) as error:
+                raise LedgerError(f"{path}: {error}") from error
+            failed.pop_all()
 
     def write(self, records: Sequence[UsageRecord]) -> None:
         """See `LedgerSink.write`."""

@@ -397,3 +397,13 @@ def test_forms_that_never_come_again_are_learned_now_and_then(place: str) -> Non
         found = read_through("chat", events, 5, joins=True, forms=forms)
         assert said(found) == said(list(one_by_one(ChatReader(REQUEST), events)))
     assert 16 <= forms.num_kept <= 16 + 10
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_read_of_many_unlike_events_is_not_copied_again_for_each(kind: str) -> None:
+    events = [json.dumps({"n": i, **event(kind, f" {i}", [i + 1])}).encode() for i in range(1000)]
+    found = read_through(kind, events, 1000, joins=True)
+    assert said(found) == said(list(one_by_one(READERS[kind](REQUEST), events)))
+    sizes = [len(each.parts or each.token_ids) for each in found if isinstance(each, Piece)]
+    assert max(sizes) <= 257
+    assert len(sizes) <= 8

@@ -9,9 +9,9 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from modelled_runner import RUNNER, Linear, Modelled, modelled_worker
 from served import Server
 from tenant_keys import add
@@ -20,8 +20,12 @@ from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.engine_settings import EngineSettings
+from penstock.policy.flow import Outcome
 from penstock.protocol.address import WorkerLaunch
-from penstock.sim.traffic.prompts import SimRequest
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_completion_event
+from penstock.protocol.stream import EventReader
+from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, merged
 
 CLOCK = SystemClock()
@@ -39,16 +43,8 @@ SOURCE = Chat(
     arrivals=Poisson(2 * CAPACITY), callers=Callers(model="m", tenants=TENANTS),
     prompt=LengthDistribution(100, 0.4, maximum=400), output=LengthDistribution(ANSWER, 0.3, maximum=120),
 )  # fmt: skip
-FIRST_ID = 400
-
-
-@dataclass
-class Outcome:
-    """The result of one request."""
-
-    tenant: str
-    is_ok: bool = False
-    is_refused: bool = False
+FIRST_TOKEN, ANSWER_TOKEN = 400, 1000
+OUTCOMES = {200: Outcome.FINISHED, 429: Outcome.REJECTED, 503: Outcome.EVICTED}
 
 
 @contextmanager
@@ -64,57 +60,73 @@ def worker_of(place: Path) -> Iterator[dict[str, object]]:
 
 
 def body(request: SimRequest) -> bytes:
-    """The prompt and answer, in tokens."""
-    draw = rng.stream(request.id, "content")
-    prompt = [FIRST_ID + draw.getrandbits(11) for each in request.prompt for _ in range(each.tokens)]
-    return json.dumps(
-        {
-            "model": "m", "prompt": prompt, "max_tokens": request.output_tokens, "stream": True,
-            "ignore_eos": True, "temperature": 0, "seed": 3,
-        }
-    ).encode()  # fmt: skip
+    """As HTTP has it, in tokens. Every second segment from the third on is an earlier answer, of the one
+    token that the modelled engine says.
+    """
+    prompt: list[int] = []
+    for i, segment in enumerate(request.prompt):
+        draw = rng.stream(segment.content, "content").getrandbits
+        is_answer = i > 1 and i % 2 == 0
+        prompt += [ANSWER_TOKEN if is_answer else FIRST_TOKEN + draw(11) for _ in range(segment.tokens)]
+    fields = {
+        "model": "m", "prompt": prompt, "max_tokens": request.output_tokens, "stream": True,
+        "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    return msgspec.json.encode(fields)
 
 
-class _Body:
-    """Notes whether a stream ended well."""
+class Answer:
+    """One answer, stamped while it is read. A `BodySink`."""
 
-    is_done = False
+    def __init__(self) -> None:
+        self.first_ns, self.last_ns, self.usage, self.is_done = -1, -1, UsageBody(), False
+        self._reader = EventReader()
 
     def on_bytes(self, data: bytes) -> None:
-        """See `BodySink`."""
-        self.is_done = self.is_done or b"[DONE]" in data
+        """Read the events of a stream."""
+        now_ns = CLOCK.now_ns()
+        for event in self._reader.feed(data):
+            if event == b"[DONE]":
+                self.is_done = True
+                continue
+            chunk = decode_completion_event(event)
+            self.usage = chunk.usage or self.usage
+            if any(choice.text for choice in chunk.choices):
+                self.first_ns, self.last_ns = now_ns if self.first_ns < 0 else self.first_ns, now_ns
 
 
-async def load(
-    url: str, keys: Mapping[str, str], requests: Sequence[tuple[SimRequest, bytes]]
-) -> list[Outcome]:
-    limits = ClientLimits(request_timeout_s=120)
-    clients = {name: Client(ApiAddress.parse(url), key=key, limits=limits) for name, key in keys.items()}
-    for client in clients.values():  # The cost of the first request of a process belongs to none of them.
-        await client.post(
-            "/completions", json.dumps({"model": "m", "prompt": [400], "max_tokens": 1}).encode()
-        )
-    began_ns, found = CLOCK.now_ns() + NS_PER_S, list[Outcome]()
+async def load(url: str, keys: Mapping[str, str], requests: Sequence[SimRequest]) -> list[RequestRecord]:
+    """Send the requests of tenants when they are due, and wait for the answers."""
+    limits, address = ClientLimits(request_timeout_s=600), ApiAddress.parse(url)
+    clients = {name: Client(address, key=key, limits=limits) for name, key in keys.items()}
+    bodies = [(each, body(each)) for each in requests]
+    began_ns, records = CLOCK.now_ns() + NS_PER_S, list[RequestRecord]()
 
     async def one(request: SimRequest, content: bytes) -> None:
-        await sleep(max(0, began_ns + request.at_ns - CLOCK.now_ns()) / NS_PER_S)
-        sink, outcome = _Body(), Outcome(request.tenant)
-        found.append(outcome)
-        answer = await clients[request.tenant].post("/completions", content, sink)
-        outcome.is_ok = answer.status == 200 and sink.is_done
-        outcome.is_refused = answer.status in (429, 503)
+        answer, at_ns = Answer(), began_ns + request.at_ns
+        response = await clients[request.tenant].post("/completions", content, answer)
+        is_cut, usage = response.status == 200 and not answer.is_done, answer.usage
+        records.append(
+            RequestRecord(
+                id=request.id, tenant=request.tenant, model=request.model, band="", at_ns=at_ns,
+                outcome=Outcome.FAILED if is_cut else OUTCOMES[response.status], first_ns=answer.first_ns,
+                end_ns=max(answer.last_ns, at_ns), prompt_tokens=usage.prompt_tokens or 0,
+                cached_tokens=usage.cached_tokens or 0, completion_tokens=usage.completion_tokens or 0,
+            )
+        )  # fmt: skip
 
     async with asyncio.TaskGroup() as group:
-        for request, content in requests:
+        for request, content in bodies:
+            await sleep(max(0, began_ns + request.at_ns - CLOCK.now_ns()) / NS_PER_S)
             group.create_task(one(request, content))
     for client in clients.values():
         await client.close()
-    return found
+    return records
 
 
-def served(place: Path, *, processes: int, seconds: float, seed: int) -> list[Outcome]:
-    """So many seconds of the load."""
-    requests = [(each, body(each)) for each in merged((SOURCE,), seed, seconds)]
+def served(place: Path, *, processes: int, seconds: float, seed: int) -> list[RequestRecord]:
+    """So many seconds of the load, behind a request of each tenant: a process's first costs more."""
+    requests = list(merged((SOURCE,), seed, seconds))
     with worker_of(place) as worker:
         file = place / "keys.jsonl"
         keys = {name: add(file, tenant=name).key for name in BANDS}
@@ -131,6 +143,11 @@ def served(place: Path, *, processes: int, seconds: float, seed: int) -> list[Ou
         server = Server(place, "-c", str(written), PENSTOCK_STATE_DIR=str(place / "state"))
         try:
             server.wait_ready()
+            first = [
+                SimRequest(id=name, at_ns=0, tenant=name, prompt=(Segment(0, 1),), output_tokens=1)
+                for name in keys
+            ]
+            asyncio.run(load(server.url, keys, first))
             return asyncio.run(load(server.url, keys, requests))
         finally:
             server.close()

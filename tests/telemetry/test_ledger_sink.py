@@ -97,6 +97,7 @@ def test_every_field_has_a_column(tmp_path: Path) -> None:
     record = msgspec.convert(values | {"outcome": Outcome.EVICTED}, UsageRecord)
     sqlite = SqliteSink(tmp_path / "u", ManualClock())
     sqlite.write([record])
+    sqlite.close()
     assert read_sqlite(tmp_path / "u") == [record]
 
 
@@ -121,8 +122,11 @@ def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "u")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     connection.close()
-    with pytest.raises(LedgerError, match="newer version"):
+    with pytest.raises(LedgerError, match="newer version") as refused:
         SqliteSink(tmp_path / "u", ManualClock())
+    # The error still holds whatever was opened.
+    assert refused.value
+    assert not [each for each in Path("/proc/self/fd").iterdir() if each.resolve() == tmp_path / "u"]
 
 
 def test_something_else_is_refused(tmp_path: Path) -> None:

@@ -299,8 +299,9 @@ class AdmissionControl:
                 share = PROTECTED_SHARE - CROWDED_SHARE * refused
             start_by_ns = round(share * promise.ttft_ns)
             if not route.is_late:
-                spare_ns = min(promise.ttft_ns - route.first_ns, round(QUIET_SHARE * promise.ttft_ns))
-                start_by_ns = max(start_by_ns, spare_ns)
+                start_by_ns = max(
+                    start_by_ns, round(QUIET_SHARE * (promise.ttft_ns if route.has_ahead else due_ns))
+                )
         start_by_ns = max(1, start_by_ns)
         share = 1.0 if facts.is_protected else LET_IN_SHARE
         wait_max_ns = max(1, round(share * start_by_ns))

@@ -6,7 +6,7 @@
 A mark is a number from 0 to 1: what in a request's text and shape hints at how hard it is, found by words and
 counting, without patterns, in time in proportion to the text, which is bounded. English has most of the
 words; the other languages have the ones that decide most. Marks can be read: the decision carries every part,
-for the log, for a response header and for tuning the weights. bench/policy/complexity.py measures it on
+for the log, for a response header and for tuning the weights. training/complexity.py measures it on
 labelled requests. Pure.
 """
 

@@ -100,6 +100,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 NOTHING = Piece()
+_JOINED_MAX = 256
+"""Events' texts, or ids, to which no more are joined: each time all of them are copied."""
 
 
 def joined(first: Piece, second: Piece) -> Piece | None:
@@ -115,6 +117,8 @@ def joined(first: Piece, second: Piece) -> Piece | None:
         return None
     if second.text or second.token_ids:
         if first.finish is not None or (first.token_ids if second.text else first.text):
+            return None
+        if len(first.parts or first.token_ids) >= _JOINED_MAX:
             return None
     elif second.finish is not None and first.finish is not None:
         return None

@@ -1,6 +1,6 @@
 """The labelled requests, and how well the defaults do on the third that was not tuned on."""
 
-from bench.policy.complexity import load, score
+from training.complexity import load, score
 
 
 def test_regret_on_the_held_out_third_stays_under_its_bound() -> None:

@@ -1,6 +1,6 @@
-"""How well `model: "auto"` chooses, on the labelled requests in bench/data/complexity.jsonl.
+"""How well `model: "auto"` chooses, on the labelled requests in training/complexity.jsonl.
 
-    python -m bench.policy.complexity [--part held-out|tuning|all] [--misses] [--json FILE]
+    python -m training.complexity [--part held-out|tuning|all] [--misses] [--json FILE]
 
 The labels were set by hand, one request at a time: does it need the large model? Weights may be tuned on two
 thirds (`--misses` shows what they get wrong there), the figures are of the other one. `under` needs the large
@@ -8,7 +8,6 @@ model and got the small one, `over` the other way round. Cost is relative to giv
 model, at the price ratio and with every request alike.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from bench.harness import command_line, table, write_result
 from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 
-DATA = Path(__file__).parents[1] / "data" / "complexity.jsonl"
+DATA = Path(__file__).with_suffix(".jsonl")
 COST_RATIO = 8.0
 """Of a token of the large model to one of the small: the usual gap between a 7B and a 70B model."""
 ROUTER = ComplexityRouter((AutoModel(model="small", up_to=0.195), AutoModel(model="large")))
@@ -81,25 +80,12 @@ def score(requests: Sequence[Labelled], *, shows_misses: bool = False) -> dict[s
     }
 
 
-def microseconds(requests: Sequence[Labelled], rounds: int = 5) -> float:
-    """CPU time of one choice: the best round's mean."""
-    features, best = [request.features() for request in requests], float("inf")
-    for _ in range(rounds):
-        began = time.process_time()
-        for each in features:
-            ROUTER.choose(each, lambda _: True)
-        best = min(best, time.process_time() - began)
-    return best / len(features) * 1e6
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--part", choices=PARTS, default="held-out")
     parser.add_argument("--misses", action="store_true", help="show the wrong choices of the tuning part")
     args = parser.parse_args()
-    requests = load(args.part)
-    found = score(requests, shows_misses=args.misses and args.part == "tuning")
-    found["cpu_us_per_decision"] = round(microseconds(requests), 1)
+    found = score(load(args.part), shows_misses=args.misses and args.part == "tuning")
     print(table((args.part, ""), [(name, f"{value:.4g}") for name, value in found.items()]))
     write_result(args.json, {"part": args.part, **found})
 
