@@ -66,7 +66,7 @@ class BadEvent(ValueError):
 
 
 class _Form(NamedTuple):
-    """What stands around the holes of all answers of one kind."""
+    """The bytes around the holes of all answers of one kind."""
 
     match: Callable[[bytes, int], re.Match[bytes] | None]
     """The bytes before an event's hole, at a place of a block."""
@@ -353,7 +353,7 @@ class Envelopes:
 def _filled(
     parts: list[bytes], string: bytes, number: bytes, *, plain: Callable[[bytes], bytes] = bytes
 ) -> bytes:
-    """What `_NAMES.split` cut, with others for the values."""
+    """The parts that `_NAMES.split` made as one again, with others for the values."""
     names = [string if part.startswith(b'"') else number for part in parts[2::3]]
     made = [plain(part) for part in parts]
     made[2::3] = names
