@@ -31,10 +31,6 @@ from penstock.cli.python_build import python_build
 REPOSITORY = Path(__file__).resolve().parents[1]
 OUT = REPOSITORY / "bench" / "out"
 """For what is made and kept: models, peers, logs; not in the repository."""
-LIST_PACKAGES = (
-    "import importlib.metadata, json, sys; "
-    "print(json.dumps({d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}))"
-)
 
 
 def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
@@ -91,13 +87,12 @@ def commit(tree: Path = REPOSITORY) -> str:
 
 def installed(venv: Path, packages: Iterable[str]) -> dict[str, str]:
     """Versions of those of `packages` that an environment has."""
+    command = [str(venv / "bin/python"), "-m", "pip", "list", "--format=json"]
     try:
-        done = subprocess.run(
-            [str(venv / "bin/python"), "-c", LIST_PACKAGES], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {}
-    found = json.loads(done.stdout)
+    found = {each["name"].lower(): each["version"] for each in json.loads(done.stdout)}
     return {name: found[name] for name in packages if name in found}
 
 

@@ -51,11 +51,8 @@ DRAWS: dict[str, dict[str, float]] = {
 VOCABULARY, DRAWN = 151_936, 4
 HEADS = {"0.5B (14 heads, 2 KV heads, 64)": (14, 2, 64), "1.7B (16 heads, 8 KV heads, 128)": (16, 8, 128)}
 STEPS = {
-    "8 x 1024": (8, 1024, 1),
-    "1 x 8192": (1, 8192, 1),
-    "32 x 256": (32, 256, 1),
-    "chunk": (1, 4096, 256),
-}
+    "8 x 1024": (8, 1024, 1), "1 x 8192": (1, 8192, 1), "32 x 256": (32, 256, 1), "chunk": (1, 4096, 256)
+}  # fmt: skip
 """Rows, their tokens, and how many of them are new."""
 LAYERS, BURST = 12, 8
 SHORT = {"product": 2, "draw": 4, "attention": 1, "ggml": 3}

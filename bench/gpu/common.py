@@ -5,7 +5,7 @@ once.
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.engine.decoder import WeightSource
 from penstock.engine.gpu.load import Named, Target, build_on_device, cuda_target
 from penstock.engine.gpu.ops import Ops
-from penstock.engine.gpu.platform import CpuPlatform, Platform
+from penstock.engine.gpu.platform import CpuPlatform
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.loader import random_weights
@@ -90,9 +90,6 @@ class Bench:
     def ops(self) -> Ops:
         return self.target().ops
 
-    def platform(self) -> Platform:
-        return self.target().platform
-
     def sync(self) -> None:
         if not self.cpu:
             torch.cuda.synchronize()
@@ -154,14 +151,6 @@ def shape(name: str, *, tiny: bool) -> DecoderSpec:
     )  # fmt: skip
 
 
-@dataclass
-class Built:
-    """A runner and what it took to get it."""
-
-    runner: DeviceRunner
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 class Float8Weights:
     """Random weights whose layers are FP8, with a scale per output or per block."""
 
@@ -187,8 +176,11 @@ def float8_of(dense: Tensor, *, in_blocks: bool) -> Float8Matrix:
     return Float8Matrix(values=values, scale=scale)
 
 
-def build(bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object) -> Built:
-    """A warm runner with random weights and a cache full of random numbers (zeros would flatter).
+def build(
+    bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object
+) -> tuple[DeviceRunner, dict[str, float]]:
+    """A warm runner with random weights and a cache full of random numbers (zeros would flatter), and the
+    seconds that each part of it took.
 
     `form` of its layers: "int8", "int4", "fp8", "fp8-block"; empty: dense.
     """
@@ -215,4 +207,4 @@ def build(bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object
             part = runner.cache.tensor[block : min(block + 256, runner.info.num_blocks)]
             part.copy_(torch.randn(part.shape, dtype=bench.dtype, device=bench.device))
     bench.sync()
-    return Built(runner, seconds)
+    return runner, seconds

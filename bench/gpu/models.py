@@ -40,16 +40,15 @@ def run(bench: Bench, report: Report, name: str, form: str = "", kv_dtype: str =
         spec = replace(spec, hidden_size=128, intermediate_size=128, num_heads=8, num_kv_heads=8)
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
-    built = build(
+    runner, seconds = build(
         bench, spec, form=form, kv_dtype=kv_dtype, dtype="float32" if bench.cpu else "bfloat16",
         max_running=max(sizes.batches), step_tokens=max(*sizes.prefills, *sizes.batches),
         max_model_len=max(sizes.prefills) + sizes.context, kv_memory_bytes=kv_bytes(spec, sizes, bench),
     )  # fmt: skip
-    runner = built.runner
     report.put("kernels", runner.kernels)
     report.put("parameters", spec.num_parameters)
     report.put("weight_bytes", weight_bytes(runner, spec))
-    report.put("start_up_s", built.seconds)
+    report.put("start_up_s", seconds)
     decode: dict[str, Any] = {}
     for batch in sizes.batches:
         decode[str(batch)] = decode_figures(bench, runner, spec, batch, sizes, rates["copy"])

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from bench.gpu.common import Bench, Report, checked, float8_of
 from bench.gpu.kernels import attended, compare, random, twins
-from penstock.engine.gpu.packed import (
-    MatrixOps,
-    PackedWeight,
-    TorchMatrixOps,
-    few_rows,
-    packed,
-    rounded,
-)
+from penstock.engine.gpu.packed import MatrixOps, PackedWeight, TorchMatrixOps, few_rows, packed, rounded
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 

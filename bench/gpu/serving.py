@@ -29,18 +29,13 @@ REQUESTS_EACH = 3
 
 
 def run(bench: Bench, report: Report) -> None:
-    report.put("answers", answers(bench))
+    report.put("answers", found := answers(bench))
+    summary = f"{found['equal']} of {len(QUESTIONS)} answers as on the CPU"
     for name in ("qwen3-0.6b",) if bench.tiny else ("qwen3-0.6b", "llama-3-8b"):
-        report.put(name, load(bench, name))
-        report.put("summary", headline(report.found))
-
-
-def headline(found: dict[str, Any]) -> str:
-    parts = [f"{found['answers']['equal']} of {len(QUESTIONS)} answers as on the CPU"]
-    for name in (one for one in found if isinstance(found[one], dict) and "levels" in found[one]):
-        last = found[name]["levels"][-1]
-        parts.append(f"{name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s")
-    return "; ".join(parts)
+        report.put(name, measured := load(bench, name))
+        last = measured["levels"][-1]
+        summary += f"; {name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s"
+        report.put("summary", summary)
 
 
 def answers(bench: Bench) -> dict[str, Any]:

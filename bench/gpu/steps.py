@@ -60,7 +60,9 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
     """A filled step over a cache of `layers` layers; `prepare` has not run."""
     step_tokens = sum(new for _, new in rows)
     longest = max(computed + new for computed, new in rows)
-    limits = step_limits(spec, len(rows), step_tokens, longest + BLOCK_TOKENS)
+    sizes = {"max_running": len(rows), "step_tokens": step_tokens}
+    work_limits = WorkListLimits.of(**sizes, group_size=spec.group_size)
+    limits = StepLimits(**sizes, max_model_len=longest + BLOCK_TOKENS, work=work_limits)
     computed, new = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     places = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
     device = bench.device
@@ -71,7 +73,7 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
     on_device.flat.copy_(buffer.flat)
     inputs = DeviceStepInputs.allocate(limits, device).head(step_tokens, len(rows))
     held = -(-(computed + new) // BLOCK_TOKENS)
-    small = spec_of_layers(spec, layers)
+    small = replace(spec, num_layers=layers)
     cache = KVCache(small, int(held.sum()) + 3, bench.dtype, device)
     fill(cache, state, places, computed, held)
     state.token_ids.random_(0, spec.vocab_size)
@@ -84,17 +86,6 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
     step = DeviceStep(on_device, state, inputs, decode_only)
     slots = cache.pages_per_block * BLOCK_TOKENS
     return Case(small, step, cache, partials, rotation, step_tokens, slots, (places, computed, new))
-
-
-def step_limits(spec: DecoderSpec, max_running: int, step_tokens: int, max_model_len: int) -> StepLimits:
-    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, group_size=spec.group_size)
-    return StepLimits(
-        max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
-    )
-
-
-def spec_of_layers(spec: DecoderSpec, layers: int) -> DecoderSpec:
-    return replace(spec, num_layers=layers)
 
 
 def fill(cache: KVCache, state: RowState, places: np.ndarray, computed: np.ndarray, held: np.ndarray) -> None:

@@ -22,20 +22,15 @@ LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" /
 LOWERED = {
     "": {},
     "avx2": {
-        "PENSTOCK_NATIVE_ISA": "avx2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "PENSTOCK_NATIVE_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "AVX2",
     },
-}
+}  # fmt: skip
 """Environment in which our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
 KV_GIB = 1
-INSTALL = {
-    "vllm": "bench/peers/install_vllm.sh",
-    "llama.cpp": "bench/peers/install_llama_cpp.sh",
-}
+INSTALL = {"vllm": "bench/peers/install_vllm.sh", "llama.cpp": "bench/peers/install_llama_cpp.sh"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,6 @@ class Variant:
 
     engine: str
     precision: str
-    bits: int
-    """Per weight; figures of 16 bits are compared with those of 16 bits."""
     isa: str = ""
     """The instruction set that it is held to, of those in `LOWERED`."""
 
@@ -63,15 +56,15 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("ours", "bf16", 16),
-    Variant("ours", "torch", 16),
-    Variant("ours", "int8", 8),
-    Variant("ours", "int4", 4),
-    Variant("vllm", "bf16", 16),
-    Variant("llama.cpp", "bf16", 16),
-    Variant("llama.cpp", "f16", 16),
-    Variant("llama.cpp", "q8_0", 8),
-    Variant("llama.cpp", "q4_0", 4),
+    Variant("ours", "bf16"),
+    Variant("ours", "torch"),
+    Variant("ours", "int8"),
+    Variant("ours", "int4"),
+    Variant("vllm", "bf16"),
+    Variant("llama.cpp", "bf16"),
+    Variant("llama.cpp", "f16"),
+    Variant("llama.cpp", "q8_0"),
+    Variant("llama.cpp", "q4_0"),
 )
 """In the order of the tables. torch is bfloat16 without our compiled kernels. f16 is llama.cpp's faster
 16-bit type on processors without bfloat16 instructions."""
@@ -133,11 +126,9 @@ def _ours(variant: Variant, model: Path, port: int) -> Launch:
 def our_settings(precision: str) -> dict[str, object]:
     """The `engine` branch of our configuration."""
     engine: dict[str, object] = {
-        "dtype": "bfloat16",
-        "max_model_len": CONTEXT,
-        "max_running": STREAMS_MAX,
+        "dtype": "bfloat16", "max_model_len": CONTEXT, "max_running": STREAMS_MAX,
         "kv_memory_bytes": KV_GIB * 1024**3,
-    }
+    }  # fmt: skip
     more = {"bf16": {}, "torch": {"kernels": "torch"}}.get(precision, {"quantization": precision})
     return engine | more
 

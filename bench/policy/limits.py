@@ -8,6 +8,7 @@ one object with four fields, and two integer comparisons.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, write_result
 from penstock.clock import NS_PER_US
@@ -32,13 +33,14 @@ Request = Callable[[int, int, Tenant], object]
 """One request: its number, the time, its tenant."""
 
 
+@dataclass(slots=True)
 class Bare:
     """The object made for each request in the bare loop."""
 
-    __slots__ = ("a", "b", "c", "d")
-
-    def __init__(self, a: int, b: int, c: int, d: int) -> None:
-        self.a, self.b, self.c, self.d = a, b, c, d
+    a: int
+    b: int
+    c: int
+    d: int
 
 
 def bare() -> Request:

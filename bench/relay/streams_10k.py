@@ -38,12 +38,8 @@ SETTLE_S = 60
 """For starting: streams begin one after the other."""
 INTERVAL_S = 60
 ADDED_P99_MS = 50.0
-RSS_MB = 200.0
-GROWTH_MB = 5.0
-"""The growth that "flat" allows between the first and the last tenth of the time, for an allocator's
-whims."""
-
-
+RSS_MB, GROWTH_MB = 200.0, 5.0
+"""At most, and between the first and the last tenth of the time: "flat", but for an allocator's whims."""
 Sample = tuple[float, float, float]
 """Seconds since the beginning, resident MB, CPU-seconds."""
 

@@ -60,13 +60,11 @@ class Load:
             prompt, output = (
                 max(1, int(mean * 2 ** random.uniform(-1, 1))) for mean in (PROMPT * 0.8, OUTPUT)
             )
+            segments = Segment(1 + tenant, PROMPT // 5), Segment(1000 + number, prompt)
             yield SimRequest(
-                id=f"r{number}",
-                at_ns=int(at_s * NS_PER_S),
-                tenant=f"t{tenant}",
-                prompt=(Segment(1 + tenant, PROMPT // 5), Segment(1000 + number, prompt)),
+                id=f"r{number}", at_ns=int(at_s * NS_PER_S), tenant=f"t{tenant}", prompt=segments,
                 output_tokens=output,
-            )
+            )  # fmt: skip
 
     def _look(self, number: int) -> None:
         began_s = process_time()
