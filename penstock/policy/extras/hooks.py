@@ -203,9 +203,12 @@ class FirstTokens:
         assert ttft_ns >= 0, ttft_ns
         if self._num_silent:
             self._num_silent.pop((route, worker), None)
-        if ttft_ns > FIRST_MIN_NS and self._is_over(route, worker, prompt_tokens, ttft_ns):
-            self.gave_up(route, worker, prompt_tokens, ttft_ns)  # Nowhere else took it: as slow all the same.
-            return
+        if ttft_ns > FIRST_MIN_NS:  # As hardly ever: none is given up sooner where something is known.
+            bound_ns = self.bound_ns(route, worker, prompt_tokens)
+            if bound_ns and ttft_ns > bound_ns and self._usual_us(route, worker, prompt_tokens)[1]:
+                # Nowhere else took it: as slow all the same.
+                self.gave_up(route, worker, prompt_tokens, ttft_ns)
+                return
         key = (route, worker, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:
@@ -213,10 +216,6 @@ class FirstTokens:
                 del self._windows[next(iter(self._windows))]
             window = self._windows[key] = QuantileWindow(WINDOW)
         window.add(min(ttft_ns // _NS_PER_US, AMOUNT_MAX))
-
-    def _is_over(self, route: str, worker: WorkerId, prompt_tokens: int, ttft_ns: int) -> bool:
-        bound_ns = self.bound_ns(route, worker, prompt_tokens)
-        return 0 < bound_ns < ttft_ns and self._usual_us(route, worker, prompt_tokens)[1]
 
     def gave_up(self, route: str, worker: WorkerId, prompt_tokens: int, waited_ns: int) -> None:
         """An attempt was given up after so long. It counts as a little slower than what is usual, so that a

@@ -332,12 +332,7 @@ class FlowControl:
     @property
     def is_due(self) -> bool:
         """Whether `dispatch` has something to do now: what changed where nothing waits needs no look."""
-        if self._pending:
-            return True
-        for model_queue in self._dirty.values():  # noqa: SIM110 - it is asked twice for each request.
-            if model_queue.needs_look:
-                return True
-        return False
+        return bool(self._pending) or True in [each.needs_look for each in self._dirty.values()]
 
     def next_ns(self, now_ns: int) -> int | None:
         """When `dispatch` must be called if nothing happens until then; not before `now_ns`.
