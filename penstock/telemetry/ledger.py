@@ -167,12 +167,11 @@ class Ledger:
             self._journal.flush()
 
     def close_soon(self, make: Callable[[], UsageRecord]) -> None:
-        """It is over; exactly once. The next flush makes its record and writes it, and has to come before its
-        client hears of the end.
+        """It is over; exactly once. `flush` makes its record and writes it: call that before its client hears
+        of the end.
         """
         if self._journal is not None:
             self._ends.append(make)
-            self._flush_soon()
 
     def flush(self) -> None:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""

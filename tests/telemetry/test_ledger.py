@@ -74,8 +74,6 @@ def test_ends_are_written_together_by_the_flush_that_their_clients_wait_for_and_
         ledger.flush()
         assert (ledger.statistics().open, ledger.statistics().closed) == (2, 2)
         ledger.close_soon(lambda: closed("c"))
-        await sleep(0)
-        assert ledger.statistics().closed == 3, "the next turn writes what nobody has flushed"
         ledger.close_soon(lambda: closed("d"))
         await ledger.stop()
         assert sink.records == {name: closed(name) for name in "abcd"}

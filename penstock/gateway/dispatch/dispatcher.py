@@ -37,6 +37,9 @@ Pairs = tuple[tuple[str, str], ...]
 Streams = Sequence[tuple[GenerateRequest, Sink]]
 """One for each choice, and what takes its output."""
 
+FEW = 8
+"""Requests, of which a turn of the event loop hardly ever ends two."""
+
 
 class Dispatcher:
     """All accepted requests of this gateway. Owner of their replies; the driver's `Workers` and `Clients`."""
@@ -254,7 +257,8 @@ class Dispatcher:
     def on_ended(self, reply: Reply) -> bool:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted.
 
-        Whole answers of one turn of the event loop are sent together, behind one write of their records.
+        Whole answers of one turn of the event loop are sent together, behind one write of their records, if
+        so many requests run that a turn ends several.
         """
         request, label = reply.exchange.request, reply.exchange.outcome
         if request is None:
@@ -263,11 +267,14 @@ class Dispatcher:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
-        if is_late := is_written_late(request.facts, outcome):
+        is_late = is_written_late(request.facts, outcome)
+        if is_together := is_late and len(self.control) > FEW:
             self.answers.add(reply)
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
-        return is_late
+        if is_late and not is_together:
+            self._records.flush()
+        return is_together
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
 
