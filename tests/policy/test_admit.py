@@ -179,6 +179,21 @@ def test_the_target_that_names_most_counts(tier: str, band: str, ttft_s: int) ->
         assert isinstance(decide(deciding, at("large", ahead_s=ttft_s * late), band=band, tier=tier), kind)
 
 
+def test_a_tenant_whose_tier_or_band_a_reload_changes_has_the_promise_of_the_new_one() -> None:
+    targets = (TtftTarget(tier="pro", ttft_ms=1000), TtftTarget(band="bulk", ttft_ms=8000))
+    deciding, waits = admission(chain=(), targets=targets, ttft_target_ms=4000), at("large", ahead_s=0.3)
+    for band, tier, kind in (
+        ("default", "free", Pass),
+        ("default", "pro", Refused),
+        ("default", "free", Pass),
+        ("bulk", "", Pass),
+    ):
+        decision = decide(deciding, waits, band=band, tier=tier)
+        assert isinstance(decision, kind), (band, tier)
+    assert decide(deciding, waits, band="bulk").first_token_ns == 8 * NS_PER_S
+    assert decide(deciding, waits, band="gone").first_token_ns == 4 * NS_PER_S, "the default band's"
+
+
 def test_protected_bands_have_promises_too() -> None:
     protected = {"band": "priority"}
     assert decide(admission(), at("large", ahead_s=9), **protected) == diverted("medium", "slo")

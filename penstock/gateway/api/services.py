@@ -207,7 +207,7 @@ def _flow(request: Request) -> _Flow:
     )  # fmt: skip
 
 
-class _Ended(msgspec.Struct, frozen=True):
+class _Ended(msgspec.Struct, frozen=True, gc=False):
     """A request that is over, as it is remembered: its description is made when it is asked for, which is
     rare beside requests.
     """
