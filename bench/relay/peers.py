@@ -209,8 +209,8 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
                         print(f"{gateway} {shape.name}: {str(error)[-1000:]}", file=sys.stderr)
                         continue
                     results[gateway].setdefault(shape.name, []).append(found)
-                    told = ("cpu_s_per_1000", "events_per_request", "rss_mb", "total_p50_us", "wall_s")
-                    brief = ", ".join(f"{key} {short(found[key])}" for key in told)
+                    shown = ("cpu_s_per_1000", "events_per_request", "rss_mb", "total_p50_us", "wall_s")
+                    brief = ", ".join(f"{key} {short(found[key])}" for key in shown)
                     print(f"round {number + 1} {shape.name:7}{gateway:20}{brief}", flush=True)
     return results
 
