@@ -140,13 +140,12 @@ class Gateway:
         self._leader = self._lead_rollouts(tools.leadership) if peers is None else None
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
-        self._recorder = Recorder(Promises(config.admission), metrics)
-        self._endings = Endings(self._services, self._recorder, self._traces)
+        self._recorder, self._hurried = Recorder(Promises(config.admission), metrics), asyncio.Event()
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
         self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
         self._cells = cells_of(config, self._services, registry, limits, self.finished)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
-        self._hurried, self._begun = asyncio.Event(), Begun()
+        self._endings, self._begun = Endings(self._services, self._recorder, self._traces), Begun()
 
     def _lead_rollouts(self, leadership: Leadership | None) -> RolloutLeader:
         models = self._services.models
