@@ -59,8 +59,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The time to its first token on an idle worker."""
     backlog_ns: int = 0
     """The time that its worker may still be busy when it starts."""
-    first_ns: int = 0
-    """The time that nine of the last ten requests took there from their start to their first token."""
     is_late: bool = False
     """Whether a request left its queue a short while ago because its start would have been too late."""
     context_tokens: int = 0

@@ -289,9 +289,10 @@ class AdmissionControl:
             due_ns = max(promise.ttft_ns, round(IDLE_FACTOR * route.idle_ttft_ns))
         if not due_ns:
             return 0, 0, facts.queue_wait_max_ns
+        # Half of what a worker may be busy with is what it is busy with on average.
+        spare_ns = due_ns - route.start_ns - route.backlog_ns // 2
         if facts.max_wait_ns:
-            # Half of what a worker may be busy with is what it is busy with on average.
-            start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
+            start_by_ns = max(round(QUEUE_SHARE * due_ns), spare_ns)
         else:
             share = QUEUE_SHARE
             if facts.is_protected:
@@ -299,9 +300,9 @@ class AdmissionControl:
                 share = PROTECTED_SHARE - CROWDED_SHARE * refused
             start_by_ns = round(share * promise.ttft_ns)
             if not route.is_late:
-                start_by_ns = max(
-                    start_by_ns, round(QUIET_SHARE * (promise.ttft_ns if route.has_ahead else due_ns))
-                )
+                # By its own promise only where it is next: else long prompts would crowd out short ones.
+                whole_ns = promise.ttft_ns if route.has_ahead else due_ns
+                start_by_ns = max(start_by_ns, min(spare_ns, round(QUIET_SHARE * whole_ns)))
         start_by_ns = max(1, start_by_ns)
         share = 1.0 if facts.is_protected else LET_IN_SHARE
         wait_max_ns = max(1, round(share * start_by_ns))

@@ -193,7 +193,6 @@ class Gate:
             start_ns=route.start_ns,
             idle_ttft_ns=route.idle_ttft_ns,
             backlog_ns=route.backlog_ns,
-            first_ns=route.first_ns,
             is_late=route.is_late,
             context_tokens=request.context_tokens or request.prompt_tokens,
             max_model_len=facts.max_model_len,

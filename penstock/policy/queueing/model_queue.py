@@ -314,7 +314,6 @@ class ModelQueue:
             start_ns=self.pace.start_ns(tokens, prompt, workers.num_running / max(1, workers.num_ready)),
             idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
             backlog_ns=self.pace.backlog_ns,
-            first_ns=self.pace.first_ns(),
             is_late=self.pace.is_late(now_ns, level),
             trouble=self._health.trouble(now_ns, self.route),
             wake_ns=self.wake_ns,
