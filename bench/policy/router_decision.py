@@ -22,8 +22,7 @@ from penstock.kv.index.block_names import Stored
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.worker_cache_view import KVIndexLimits
-from penstock.policy.admission.gate import ModelFacts
-from penstock.policy.contracts import Pass
+from penstock.policy.contracts import ModelFacts, Pass
 from penstock.policy.flow import Outcome, Queued, RequestFacts, Start
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
@@ -31,7 +30,6 @@ from penstock.policy.placement.pick import DecisionLog, LeastLoaded
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, Placement, WorkerCapacity, WorkerView
-from penstock.policy.request import work_of
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -182,10 +180,10 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
             asked = [facts(number + i) for i in range(200)]
             began = process_time_ns()
             for request in asked:
-                verdict = stack.gate.decide(
+                verdict = stack.admission.decide(
                     now_ns,
                     request,
-                    lambda _, request=request: model_queue.load(now_ns, work_of(request, now_ns, 0)),
+                    lambda _, request=request: model_queue.load(now_ns, request),
                 )
                 assert isinstance(verdict, Pass)
             costs.append((process_time_ns() - began) / 200 / 1000)

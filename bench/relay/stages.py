@@ -8,10 +8,12 @@ than they are: shares tell where to look, and `calls` (of functions, C's include
 same on every machine. The kernel's part, in `write` and in the event loop, is not told apart.
 
 With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python,
-of this version or with Penstock's packages. CPU time of all threads, in short bursts that
-go to one and the other in turns (median of the ratios, with quartiles), and with `--instructions` those of
-the processor (valgrind's callgrind), which are the same however busy the machine is. Under valgrind requests
-come so slowly that what is done by the clock (learning, the pulse) counts with each, in both trees.
+of this version or with Penstock's packages, and `penstock.vllm:TREE` (or `:PYTHON@TREE`) one that is
+configured as that gateway of bench/relay/peers.py: it gets token ids. CPU time of all threads, in short
+bursts that go to one and the other in turns (median of the ratios, with quartiles), and with
+`--instructions` those of the processor (valgrind's callgrind), which are the same however busy the machine
+is. Under valgrind requests come so slowly that what is done by the clock (learning, the pulse) counts with
+each, in both trees.
 """
 
 import os
@@ -29,10 +31,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from bench.harness import command_line, in_turns, table, write_result
 from bench.process import Process, build, free_port
-from bench.relay.gateways import HERE, OURS, python_path
+from bench.relay.gateways import HERE, OURS, config_of, python_path
 from bench.relay.peers import KEY, SHAPES, START_S, Shape, load, wait_answers
 
 PATIENCE_S = 400.0
@@ -66,22 +70,27 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Of each, functions whose time is in it with all that they call, and those of them that are not."""
 
 
+class Started(NamedTuple):
+    """How a gateway is started."""
+
+    command: list[str]
+    environment: Mapping[str, str] = MappingProxyType({})
+    config: str = OURS
+
+
 @contextmanager
 def serving(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    shape: Shape,
-    place: Path,
-    patience_s: float = START_S,
+    started: Started, shape: Shape, place: Path, patience_s: float = START_S
 ) -> Generator[tuple[int, Process]]:
-    """`penstock serve` by this command in front of an upstream, which has answered: its port."""
+    """`penstock serve`, started so, in front of an upstream, which has answered: its port."""
     port, upstream_port = free_port(), free_port()
     log, config = place / f"{port}.log", place / f"{port}.yaml"
     chunks, period = str(shape.chunks or 1), str(shape.period_us)
     upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
-    config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
-    state = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}")}
-    process = Process(*command, "serve", "-c", str(config), log=log, **state, **environment)
+    known = {"port": port, "upstream": upstream_port, "place": place, "key": KEY, "processes": 1}
+    config.write_text(started.config.format(**known))
+    more = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), **started.environment}
+    process = Process(*started.command, "serve", "-c", str(config), log=log, **more)
     try:
         wait_answers(place, port, process, patience_s)
         load(place, port, shape, shape.connections)
@@ -91,18 +100,20 @@ def serving(
         upstream.end()
 
 
-def of_tree(tree: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a source tree's `penstock`."""
-    python, _, path = tree.rpartition("@")
-    where = python_path(Path(path).resolve(), python)
-    return [python or sys.executable, "-P", "-m", "penstock"], {"PYTHONPATH": where}
+def of_tree(tree: str) -> Started:
+    """A source tree's `penstock`."""
+    kind, _, where = tree.rpartition(":")
+    python, _, path = where.rpartition("@")
+    environment = {"PYTHONPATH": python_path(Path(path).resolve(), python)}
+    config = config_of(kind or "penstock.http")
+    return Started([python or sys.executable, "-P", "-m", "penstock"], environment, config)
 
 
 def profile(shape: Shape, requests: int, place: Path) -> pstats.Stats:
     """The profile of so many requests."""
     out = place / f"{shape.name}.prof"
-    command = (sys.executable, str(HERE / "profiled.py"), str(out))
-    with serving(command, {}, shape, place) as (port, process):
+    started = Started([sys.executable, str(HERE / "profiled.py"), str(out)])
+    with serving(started, shape, place) as (port, process):
         load(place, port, shape, requests // 4)
         os.kill(process.child.pid, signal.SIGUSR1)
         load(place, port, shape, requests)
@@ -135,8 +146,9 @@ def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
     """Of the processor, in all threads, for each request."""
     out = place / "callgrind"
     tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
-    command, environment = of_tree(tree)
-    with serving([*tool, *command], environment, shape, place, PATIENCE_S) as (port, process):
+    started = of_tree(tree)
+    started = started._replace(command=[*tool, *started.command])
+    with serving(started, shape, place, PATIENCE_S) as (port, process):
         pid = str(process.child.pid)
         subprocess.run(["callgrind_control", "-i", "on", pid], check=True, capture_output=True)
         load(place, port, shape, requests)
@@ -160,7 +172,7 @@ def in_bursts(
         return (process.cpu_exact_s() - before_s) / requests * 1e6, p99_us
 
     with ExitStack() as stack:
-        running = [stack.enter_context(serving(*of_tree(tree), shape, place)) for tree in trees]
+        running = [stack.enter_context(serving(of_tree(tree), shape, place)) for tree in trees]
         kinds = {str(number): partial(burst, *each) for number, each in enumerate(running)}
         return list(in_turns(turns, kinds).values())
 

@@ -123,7 +123,7 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(metrics, log),
             dispatcher=self._dispatcher,
-            gate=self._policies.gate,
+            admission=self._policies.admission,
             limiter=self._policies.limits.limiter,
             ask_store=self._policies.ask_store,
             budgets=self._policies.budgets,

@@ -6,12 +6,11 @@ nothing else.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.admit_facts import RouteTrouble
 from penstock.policy.flow import Diverted, Refused, RequestFacts
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -128,7 +127,37 @@ class Lengths(Protocol):
         ...
 
 
-class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RouteTrouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Most of a model's ready workers may not be used now."""
+
+    why: Literal["", "breaker", "busy"] = ""
+    """Why none may; empty: some still may."""
+    since_ns: int = 0
+    """Since when none may."""
+    back_ns: int = 0
+    """When the first of those that have no room may be used again; 0: there are none."""
+    is_panic: bool = False
+    """More than half failed, so that the panic rule would use them all."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The capacity of a served model, and the hardware under it."""
+
+    max_model_len: int = 0
+    """0: not known."""
+    adapters: frozenset[str] = frozenset()
+    capabilities: tuple[frozenset[str], ...] = ()
+    """Its workers' capabilities beyond plain text, each set once."""
+    kinds: tuple[str, ...] = ("",)
+    """Kinds of its ready workers, each once."""
+
+    def can_serve(self, adapter: str, needs: frozenset[str]) -> bool:
+        """Whether a worker of it has the adapter, and one can do what is needed."""
+        has_adapter = not adapter or adapter in self.adapters
+        return has_adapter and (not needs or any(needs <= each for each in self.capabilities))
+
+
+class RouteLoad(msgspec.Struct, frozen=True, gc=False):
     """How a model stands for a request of one band that would arrive now."""
 
     route: str
@@ -170,24 +199,24 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
     """It is given to no worker that its breaker leaves alone."""
 
 
+Look = Callable[[str], RouteLoad]
+"""Tells how a model, by its name, stands for one request."""
+
+
 class Admission(Protocol):
     """Whether a request that would have to wait is let in, sent to another model, or turned away."""
 
-    def decide(
-        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
-    ) -> Pass | Diverted | Refused:
+    def decide(self, now_ns: int, facts: RequestFacts, look: Look) -> Pass | Diverted | Refused:
         """`look(route)` tells how a model stands for this request. Nothing is booked yet."""
         ...
 
-    def refuses_any(
-        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
-    ) -> Refused | None:
+    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Look) -> Refused | None:
         """The refusal of a request whose prompt is not known yet, if `decide` would refuse it whatever its
         prompt is; None: make its prompt, then ask.
         """
         ...
 
-    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Look) -> str:
         """Another model that may answer this request in time, since its own cannot; empty: none."""
         ...
 

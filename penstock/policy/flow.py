@@ -26,14 +26,31 @@ is handed in; nothing here knows clocks or sockets.
 
 import enum
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.tenant import ANONYMOUS, Degrade, Tenant
 from penstock.types import RequestId, WorkerId
 
+DowngradeReason = Literal[
+    "queue_depth",
+    "slo",
+    "budget",
+    "context",
+    "complexity",
+    "unavailable",
+    "failure",
+    "timeout",
+    "breaker",
+    "busy",
+]
+"""Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper;
+`context`: the request does not fit the model; `complexity` is the choice of `model: "auto"`; `unavailable`:
+the model has no worker; `failure`, `timeout`: it was tried there, and failed or gave nothing in time;
+`breaker`, `busy`: its workers are left alone, since they fail or are slow, or have said that they have no
+room."""
 SLICE_TOKENS = 256
 """Answer tokens that are charged and paid for ahead while a stream runs: one that is over its
 budget ends at the next such boundary."""

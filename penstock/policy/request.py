@@ -33,17 +33,22 @@ from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 
-class Holds(msgspec.Struct, frozen=True, kw_only=True):
-    """The holds reserved for one request, until the request has them."""
+class _NoTokenHold:
+    """Holds nothing. One object is enough for all requests."""
 
-    tokens: TokenHold
-    money: int | None
-    """Of its tenant's budget, in millionths. None: its first slice costs nothing, and its tenant has no
-    budget."""
-    expected: int
-    """Answer tokens that its fair share was charged for."""
-    budgeted: int
-    """Answer tokens that the budget holds money for."""
+    __slots__ = ()
+
+    def renew(self, now_ns: int, num_output_tokens: int) -> None:
+        del now_ns, num_output_tokens
+
+    def settle(self, now_ns: int, actual_tokens: int) -> None:
+        del now_ns, actual_tokens
+
+    def undo(self, now_ns: int) -> None:
+        del now_ns
+
+
+NO_TOKENS = _NoTokenHold()
 
 
 def continued(before: Usage, after: Usage) -> Usage:
@@ -107,21 +112,23 @@ class Request(Work):
 
     facts: RequestFacts
     model_queue: ModelQueue
-    tokens: TokenHold
-    money: int | None
-    """Held of its tenant's budget, in millionths."""
-    expected: int
-    """Answer tokens that its fair share was charged for."""
-    budgeted: int
-    """Answer tokens that the budget holds money for."""
     entered_ns: int
     """When it was queued last."""
     counted_cached_tokens: int
     """Of the prompt: expected, then as reported."""
-    io: object = None
-    """The driver's: its streams on workers, and its client."""
     predicted_ns: int = 0
     """Its time to first token as it was expected when it came; 0: not known."""
+    tokens: TokenHold = NO_TOKENS
+    """Held of its tenant's limits."""
+    money: int | None = None
+    """Held of its tenant's budget, in millionths. None: its first slice costs nothing, and its tenant has no
+    budget."""
+    expected: int = 0
+    """Answer tokens that its fair share was charged for."""
+    budgeted: int = 0
+    """Answer tokens that the budget holds money for."""
+    io: object = None
+    """The driver's: its streams on workers, and its client."""
 
     state: State = State.QUEUED
     dispatched_ns: int = -1
@@ -171,15 +178,18 @@ class Request(Work):
     error: str = ""
     finish_reason: str = ""
 
-    def retarget(self, facts: RequestFacts, model_queue: ModelQueue, work: Work, holds: Holds) -> None:
-        """From here on it is for another model: it has these facts and holds, and waits there as `work`."""
+    def retarget(self, other: "Request") -> None:
+        """From here on it is for another model: it has the facts and holds that were made for that, and waits
+        there.
+        """
         assert self.state is State.QUEUED, f"{self.id} runs"
         assert not self.waiting, f"{self.id} waits for the model that it leaves"
         for name in Work.__struct_fields__:
-            setattr(self, name, getattr(work, name))
-        self.facts, self.model_queue, self.counted_cached_tokens = facts, model_queue, facts.cached_tokens
-        self.tokens, self.money = holds.tokens, holds.money
-        self.expected, self.budgeted = holds.expected, holds.budgeted
+            setattr(self, name, getattr(other, name))
+        self.facts, self.model_queue = other.facts, other.model_queue
+        self.counted_cached_tokens = other.counted_cached_tokens
+        self.tokens, self.money = other.tokens, other.money
+        self.expected, self.budgeted = other.expected, other.budgeted
 
     @property
     def booked(self) -> Work:
@@ -333,35 +343,44 @@ class Request(Work):
 
 
 def request_of(
-    facts: RequestFacts, now_ns: int, model_queue: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
+    facts: RequestFacts, arrived_ns: int, model_queue: ModelQueue, verdict: Pass = NO_PROMISE
 ) -> Request:
-    """A request that came now, and was let in with that `verdict`; it does not wait yet."""
-    tenant = facts.tenant
-    request = Request(
+    """A request that came then, and was let in with that `verdict`: nothing is held for it, and it does not
+    wait yet.
+    """
+    tenant, prompt_tokens, choices = facts.tenant, facts.prompt_tokens, facts.choices
+    cached_tokens, held = facts.cached_tokens, facts.held_tokens
+    computed = prompt_tokens - cached_tokens
+    assert computed >= 0, f"more of {facts.id} is cached than there is"
+    assert held <= prompt_tokens, f"more of {facts.id} is held than there is"
+    first_token_ns = verdict.first_token_ns
+    return Request(
         facts,
         model_queue,
-        holds.tokens,
-        holds.money,
-        holds.expected,
-        holds.budgeted,
-        now_ns,
-        facts.cached_tokens,
+        arrived_ns,
+        cached_tokens,
+        verdict.predicted_ns,
         id=facts.id,
         band=tenant.band,
         tenant=tenant.id,
-        arrived_ns=now_ns,
+        weight=tenant.weight,
+        arrived_ns=arrived_ns,
+        deadline_ns=arrived_ns + first_token_ns if first_token_ns else 0,
+        max_wait_ns=facts.max_wait_ns,
+        start_by_ns=verdict.start_by_ns,
+        num_bytes=facts.num_bytes,
+        streams=choices,
+        blocks=-(-(_held(facts, computed) if held else computed) // BLOCK_TOKENS) + choices,
+        prompt_tokens=computed,
+        cached_tokens=cached_tokens,
+        context_tokens=facts.context_tokens,
+        keys=facts.keys,
+        session=facts.session,
+        adapter=facts.adapter,
+        needs=facts.needs,
+        is_strict=verdict.is_strict,
+        priority=facts.priority,
     )
-    request.predicted_ns = verdict.predicted_ns
-    _fill(request, facts, holds.expected, verdict)
-    return request
-
-
-def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
-    """A request that came at `now_ns` as the queue would know it, if it were let in with that `verdict`."""
-    tenant = facts.tenant
-    work = Work(id=facts.id, band=tenant.band, tenant=tenant.id, arrived_ns=now_ns)
-    _fill(work, facts, expected, verdict)
-    return work
 
 
 def hedge_of(request: Request, name: RequestId) -> Work:
@@ -371,30 +390,11 @@ def hedge_of(request: Request, name: RequestId) -> Work:
     return Work(**fields)
 
 
-def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None:
-    computed = facts.prompt_tokens - facts.cached_tokens
-    assert computed >= 0, f"more of {facts.id} is cached than there is"
-    assert facts.held_tokens <= facts.prompt_tokens, f"more of {facts.id} is held than there is"
-    work.weight = facts.tenant.weight
-    work.deadline_ns = work.arrived_ns + verdict.first_token_ns if verdict.first_token_ns else 0
-    work.max_wait_ns, work.priority = facts.max_wait_ns, facts.priority
-    work.start_by_ns = verdict.start_by_ns
-    work.num_bytes = facts.num_bytes
-    work.streams = facts.choices
-    held = _held(facts, computed) if facts.held_tokens else computed
-    work.blocks = -(-held // BLOCK_TOKENS) + facts.choices
-    work.prompt_tokens, work.cached_tokens, work.output_tokens = computed, facts.cached_tokens, expected
-    work.context_tokens = facts.context_tokens
-    work.keys, work.session = facts.keys, facts.session
-    work.adapter, work.needs = facts.adapter, facts.needs
-    work.is_strict = verdict.is_strict
-
-
 def charge(request: Request, output_tokens: int) -> None:
     """Its tenant's fair share pays for the prompt and so much of the answer."""
     prompt, cached = request.facts.prompt_tokens, request.counted_cached_tokens
     tenths = cost(prompt - cached, cached, output_tokens)
-    request.model_queue.queue.bands[request.level].charge(request, tenths)
+    request.model_queue.queue.charge(request, tenths)
 
 
 def charge_matched(request: Request) -> None:

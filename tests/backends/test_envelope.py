@@ -14,7 +14,7 @@ from penstock.backends.http.dialects.base import AnswerReader, Piece
 from penstock.backends.http.dialects.openai import ChatReader, CompletionReader
 from penstock.backends.http.dialects.tgi import TgiReader
 from penstock.backends.http.dialects.vllm import VllmReader
-from penstock.backends.http.envelope import Envelopes
+from penstock.backends.http.envelope import BadEvent, Envelopes, FormKey, Forms
 from penstock.protocol.stream import EventReader
 from penstock.types import RequestId, SamplingParams
 
@@ -51,11 +51,11 @@ def one_by_one(reader: AnswerReader, events: Sequence[bytes]) -> Iterator[Piece 
 
 
 def through_envelopes(
-    kind: str, events: Sequence[bytes], reads: int, *, joins: bool
+    kind: str, events: Sequence[bytes], reads: int, *, joins: bool, forms: Forms | None = None
 ) -> tuple[list[Piece | str], int]:
     """The same by an `Envelopes`, of which the stream's part is played here; and how many were not read."""
     reader = READERS[kind](REQUEST)
-    envelopes = Envelopes(reader)
+    envelopes = Envelopes(reader, forms)
     found: list[Piece | str] = []
     num_spared = 0
     for start in range(0, len(events), reads):
@@ -104,11 +104,59 @@ def flat(pieces: Sequence[Piece | str]) -> list[Any]:
     return made
 
 
+def said(pieces: Sequence[Piece | str]) -> tuple[Any, ...]:
+    """What they say in all: usage may come before the text that it came behind."""
+    read = [each for each in pieces if isinstance(each, Piece)]
+    return (
+        "".join(each.text for each in read),
+        [token_id for each in read for token_id in each.token_ids],
+        [text for each in read for text in each.parts or (each.text,) if text],
+        [(each.finish, each.stop) for each in read if each.finish is not None],
+        [each.usage for each in read if each.usage is not None][-1:],
+        [each for each in pieces if not isinstance(each, Piece) or each.error is not None],
+    )
+
+
 def check(kind: str, events: Sequence[bytes], reads: int = 1000, *, joins: bool = True) -> int:
     plain = list(one_by_one(READERS[kind](REQUEST), events))
     found, num_spared = through_envelopes(kind, events, reads, joins=joins)
     assert flat(found) == flat(plain)
+    forms = taught(kind)
+    found, _ = through_envelopes(kind, events, reads, joins=joins, forms=forms)
+    assert flat(found) == flat(plain), "the same behind another answer"
+    assert said(read_through(kind, events, reads, joins=joins, forms=forms)) == said(plain)
     return num_spared
+
+
+def taught(kind: str) -> Forms:
+    """What two events of another answer have taught."""
+    forms = Forms()
+    other = {"id": "c-0", "created": 1}
+    for separators in ((", ", ": "), (",", ":")):
+        events = [json.dumps({**event(kind, " a", [1]), **other}, separators=separators).encode()] * 2
+        through_envelopes(kind, events, 2, joins=True, forms=forms)
+        if separators == (", ", ": ") and kind != "completion":
+            break  # The form that most tests' events have.
+    return forms
+
+
+def read_through(
+    kind: str,
+    events: Sequence[bytes],
+    reads: int,
+    *,
+    joins: bool,
+    forms: Forms | None = None,
+    model: str = "",
+) -> list[Piece | str]:
+    """The same by `Envelopes.read`, as a stream calls it."""
+    envelopes, found = Envelopes(READERS[kind](REQUEST), forms, model), list[Piece | str]()
+    try:
+        for start in range(0, len(events), reads):
+            found += envelopes.read(block_of(events[start : start + reads]), joins=joins)
+    except BadEvent:
+        found.append("unreadable")
+    return found
 
 
 WORDS = (" water", "", ' "quoted" \\ and\nbroken', " Rücklauf 水車 \U0001f30a", "\u2028", ' {"content": "x"}')
@@ -226,7 +274,8 @@ def test_a_read_is_split_once_whatever_stands_between_similar_events(others: str
     envelopes.learn(one, reader.read(one))
     block = block_of([json.dumps(each).encode() for each in OTHERS[others] * 200])
     assert len(list(envelopes.sort(block, joins=True))) == 200 * len(OTHERS[others])
-    assert 0 < envelopes.num_bytes <= 2 * len(block)
+    assert envelopes.num_bytes <= 2 * len(block)
+    assert (envelopes.num_bytes > 0) == (others != "with the same beginning only")
 
 
 texts = st.text(max_size=12) | st.sampled_from(WORDS)
@@ -264,3 +313,97 @@ def test_the_end_of_an_answer_in_the_same_read_leaves_the_rest_one_run(kind: str
     assert check(kind, events) == len(WORDS) - 1
     found, _ = through_envelopes(kind, events, 1000, joins=True)
     assert len(found) == 3, "what is learned, one run, the end"
+
+
+class CountingForms(Forms):
+    num_kept = 0
+
+    def learn(self, key: FormKey, before: list[bytes], middle: bytes, behind: bytes) -> None:
+        self.num_kept += 1
+        super().learn(key, before, middle, behind)
+
+
+def answer(kind: str, number: int, **more: Any) -> list[bytes]:
+    """One of a worker's answers, whose first event says more, as vLLM's does."""
+    head = {"id": f"c-{number}", "created": 1_763_770_000 + number, **more}
+    events = [{**event(kind, f" {i}", [i + 1]), **head} for i in range(6)]
+    events[0]["usage"] = None
+    events.append({**event(kind, " z", [99], finish_reason="length"), **head})
+    return [json.dumps(each).encode() for each in events]
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_answers_that_differ_in_id_and_time_are_taken_apart_once(kind: str) -> None:
+    forms, reads = CountingForms(), list[int]()
+    for number in (8, 9, 10, 12_345):
+        reader = READERS[kind](REQUEST)
+        num_read, read = 0, reader.read
+
+        class Counting(READERS[kind]):  # type: ignore[misc,name-defined]
+            def read(self, event: bytes) -> Piece:
+                nonlocal num_read
+                num_read += 1
+                return read(event)  # noqa: B023 - it is used in this round.
+
+        reader = Counting(REQUEST)
+        envelopes = Envelopes(reader, forms)
+        envelopes._key = (READERS[kind], "")
+        envelopes._form = forms.of(envelopes._key)
+        events = answer(kind, number)
+        found = list(envelopes.read(block_of([*events, b"[DONE]"]), joins=True))
+        plain = list(one_by_one(READERS[kind](REQUEST), events))
+        assert said(found) == said(plain)
+        assert len(found) == 1, "one thing"
+        assert found[0].done
+        reads.append(num_read)
+    assert reads[0] > reads[1] == reads[2] == reads[3] == 2, "the first event and the last"
+    assert forms.num_kept == 2, "of the first answer's first event and its second"
+
+
+def test_a_form_serves_only_answers_that_name_the_same_model() -> None:
+    forms = CountingForms()
+    events = [json.dumps(event("chat", word)).encode() for word in (" a", " b", " c")]
+    foreign = [each.replace(b'"served"', b'"other"') for each in events]
+    for _ in range(3):
+        found = read_through("chat", foreign, 3, joins=True, forms=forms, model="served")
+        assert found, "it is judged by who reads it"
+        assert isinstance(found[0], Piece)
+        assert found[0].model == "other", "each time"
+    assert forms.num_kept == 0
+    read_through("chat", events, 3, joins=True, forms=forms, model="served")
+    assert forms.num_kept == 1
+    first, *_ = read_through("chat", foreign, 3, joins=True, forms=forms, model="served")
+    assert isinstance(first, Piece)
+    assert first.model == "other"
+    first, second = read_through("chat", [events[0], foreign[1]], 2, joins=True, forms=forms, model="served")
+    assert isinstance(first, Piece)
+    assert isinstance(second, Piece)
+    assert (first.text, second.model) == (" a", "other"), "what came before it is given"
+
+
+def test_an_id_with_escapes_is_read() -> None:
+    events = [each.replace(b"c-7", b'c\\"7') for each in answer("chat", 7)]
+    check("chat", events)
+    check("chat", [each.replace(b"c-7", b"c\xff7") for each in answer("chat", 7)])
+    check("chat", [each.replace(b"1763770007", b"0763770007") for each in answer("chat", 7)])
+
+
+@pytest.mark.parametrize("place", ["before the text", "behind it"])
+def test_forms_that_never_come_again_are_learned_now_and_then(place: str) -> None:
+    forms = CountingForms()
+    for number in range(640):
+        name = "model" if place == "before the text" else "system_fingerprint"
+        events = answer("chat", number, **{name: f"f{number}"})[1:6]
+        found = read_through("chat", events, 5, joins=True, forms=forms)
+        assert said(found) == said(list(one_by_one(ChatReader(REQUEST), events)))
+    assert 16 <= forms.num_kept <= 16 + 10
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_read_of_many_unlike_events_is_not_copied_again_for_each(kind: str) -> None:
+    events = [json.dumps({"n": i, **event(kind, f" {i}", [i + 1])}).encode() for i in range(1000)]
+    found = read_through(kind, events, 1000, joins=True)
+    assert said(found) == said(list(one_by_one(READERS[kind](REQUEST), events)))
+    sizes = [len(each.parts or each.token_ids) for each in found if isinstance(each, Piece)]
+    assert max(sizes) <= 257
+    assert len(sizes) <= 8

@@ -212,7 +212,9 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
         assert not any(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
         blocks = 2 * sum(usage["prompt_tokens"] // 16 for usage in usages)  # In the indexes of both.
         server.until(lambda: own_events(server) >= blocks, "both do not hear of what is cached")
-        assert all(cached(server, prompt) for prompt in prompts for _ in range(2))
+        found = [cached(server, prompt) > 0 for prompt in prompts for _ in range(2)]
+        # A process that knew half would hit every second time; one that knows all may find a worker too busy.
+        assert sum(found) >= 13, found
         file.write_text(config.replace("replicas: 2", "replicas: 1"))
         server.process.send_signal(signal.SIGHUP)
         server.wait_said("a worker has left")

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,18 @@ def test_help_reads_as_written_down(command: str, capsys: pytest.CaptureFixture[
     path = GOLDEN / f"{'-'.join(['help', *command.split()])}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
-    assert text == path.read_text()
+    if sys.version_info < (3, 13):
+        assert text == path.read_text()
+    else:
+        assert words_of(text) == words_of(path.read_text())
     assert max(map(len, text.splitlines())) <= 105
+
+
+def words_of(text: str) -> list[str]:
+    """Without the layout, and without an argument's name behind an option's short form: from Python 3.13 on,
+    argparse shows it behind the long form alone.
+    """
+    return re.sub(r"(-\w) [A-Z]+, --", r"\1, --", text).split()
 
 
 def test_version_and_module() -> None:

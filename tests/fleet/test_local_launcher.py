@@ -18,6 +18,7 @@ from penstock.backends.silence import HeartbeatTerms
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.process import create_process
 from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.protocol.address import UnixAddress
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 LONG = 60_000
@@ -66,6 +67,37 @@ def test_it_starts_tells_how_far_it_is_and_leaves_nothing() -> None:
         assert made.launcher.list() == ()
         assert not directory.exists()
         assert worker.backend.status.stage == "stopped"
+        assert not Path(f"/proc/{pid}").exists(), "reaped"
+
+    run(check)
+
+
+def test_a_stop_that_meets_the_clearing_up_behind_an_exit_leaves_nothing_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        await worker.wait_ready()
+        stopped, end, pid = asyncio.Event(), worker._process.end, worker.pid
+        stopping: list[asyncio.Task[None]] = []
+
+        async def end_slowly(timeout_s: float) -> None:
+            if not stopping:
+                stopping.append(
+                    asyncio.create_task(made.launcher.stop(worker.spec.worker_id, timeout_s=0.01))
+                )
+                stopped.set()
+                await asyncio.Event().wait()  # Until `stop` cancels it.
+            await end(timeout_s)
+
+        monkeypatch.setattr(worker._process, "end", end_slowly)
+        assert pid is not None
+        assert isinstance(worker.address, UnixAddress)
+        os.kill(pid, signal.SIGKILL)
+        await stopped.wait()
+        await stopping[0]
+        assert worker.pid is None
+        assert not Path(worker.address.path).exists()
         assert not Path(f"/proc/{pid}").exists(), "reaped"
 
     run(check)

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
+from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
+from penstock.errors import Overloaded, WorkerUnavailable
 from penstock.policy.admission.admit import (
     CROWDED_SHARE,
     LET_IN_SHARE,
@@ -16,33 +17,44 @@ from penstock.policy.admission.admit import (
     AdmissionControl,
     effective_degrade,
 )
-from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
-from penstock.policy.tenant import ANONYMOUS, Tenant
-from penstock.types import TenantId
+from penstock.policy.contracts import ModelFacts, Pass, RouteLoad
+from penstock.policy.flow import Diverted, Refused, RequestFacts
+from penstock.policy.tenant import Tenant
+from penstock.policy.terms import BandTerms, QueueTerms
+from penstock.types import RequestId, TenantId
 
 CHAIN = (ModelRoute(model="large", fallback="medium"), ModelRoute(model="medium", fallback="small"))
+BANDS = (
+    BandTerms(name="priority", order=-1, protected=True, timeout_s=3600),
+    BandTerms(name="default", order=0, timeout_s=3600),
+    BandTerms(name="bulk", order=1, timeout_s=3600),
+)
 
 
-def at(model: str, *, ahead_s: float = 0.0, **facts) -> Candidate:
+def at(model: str, *, ahead_s: float = 0.0, **load) -> RouteLoad:
     """A route where a request waits `ahead_s` for its start, and then has its first token at once."""
     wait_ns = round(ahead_s * NS_PER_S)
     known = {
         "ready": 1,
-        "context_tokens": 600,
-        "has_ahead": wait_ns > 0,
+        "requests_ahead": int(wait_ns > 0),
+        "is_full": False,
         "wait_ns": wait_ns,
         "each_ns": NS_PER_S // 10,
         "is_late": True,
     }
-    return Candidate(model=model, **{**known, **facts})
+    return RouteLoad(route=model, **{**known, **load})
 
 
-def lookup(*candidates: Candidate) -> Callable[[str], Candidate | None]:
-    return {candidate.model: candidate for candidate in candidates}.get
-
-
-def admission(*, chain=CHAIN, **settings) -> AdmissionControl:
-    return AdmissionControl(AdmissionConfig(**{"ttft_target_ms": 1000, "targets": (), **settings}), chain)
+def admission(
+    *, chain=CHAIN, waits: bool = False, served: Mapping[str, ModelFacts] | None = None, **settings
+) -> AdmissionControl:
+    """`waits`: the queue keeps requests of a model that has no worker; `served` of models, else all alike."""
+    return AdmissionControl(
+        AdmissionConfig(**{"ttft_target_ms": 1000, "targets": (), **settings}),
+        RoutingConfig(models=chain),
+        QueueTerms(bands=BANDS, no_worker_wait_s=30 if waits else 0),
+        (lambda _: ModelFacts()) if served is None else served.get,
+    )
 
 
 def let_in_s(ttft_s: float) -> float:
@@ -50,33 +62,61 @@ def let_in_s(ttft_s: float) -> float:
     return QUEUE_SHARE * LET_IN_SHARE * ttft_s
 
 
-FREE = lookup(at("medium"), at("small"))
+FREE = (at("medium"), at("small"))
 
 
-def decide(deciding: AdmissionControl, requested: Candidate, **facts):
-    return deciding.decide(
-        0, AdmitFacts(**{"tenant": ANONYMOUS, "requested": requested, "candidate": FREE, **facts})
-    )
+def ask(route: str = "large", *, band: str = "default", tier: str = "", tenant=None, **facts) -> RequestFacts:
+    tenant = tenant or Tenant(id=TenantId("t"), band=band, tier=tier)
+    facts = {"prompt_tokens": 500, "max_tokens": 100, **facts}
+    return RequestFacts(id=RequestId("r"), tenant=tenant, route=route, **facts)
+
+
+def loads(*those: RouteLoad) -> Callable[[str], RouteLoad]:
+    return {load.route: load for load in those}.__getitem__
+
+
+def decide(deciding: AdmissionControl, requested: RouteLoad, *, fallbacks=FREE, **facts):
+    return deciding.decide(0, ask(requested.route, **facts), loads(*fallbacks, requested))
+
+
+def diverted(route: str, why: str) -> Diverted:
+    return Diverted(RequestId("r"), route, why)
+
+
+def reason(refused: Refused) -> str:
+    """What its client is told, but for the time."""
+    assert isinstance(refused, Refused)
+    return str(refused.error).partition(" Try")[0].partition("busy: ")[2]
+
+
+def retry_after_ns(refused: Refused) -> int:
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, Overloaded)
+    return round(refused.error.retry_after_s * NS_PER_S)
+
+
+SLO, QUEUE_FULL = "it could not answer in time.", "its queue is full."
+ASLEEP = "it is asleep, and could not be woken in time."
 
 
 def test_what_starts_at_once_is_let_in_whatever_it_takes() -> None:
     slow = at("large", start_ns=60 * NS_PER_S)
-    assert isinstance(decide(admission(), slow), Admit)
+    assert isinstance(decide(admission(), slow), Pass)
 
 
 def test_no_one_is_refused_for_a_wait_that_is_only_expected() -> None:
     quiet = at("large", ahead_s=3, is_late=False, start_ns=NS_PER_S // 10)
     alone = admission(chain=())
     verdict = decide(alone, quiet)
-    assert isinstance(verdict, Admit)
+    assert isinstance(verdict, Pass)
     assert verdict.start_by_ns == pytest.approx(QUIET_SHARE * NS_PER_S)
     slow = at("large", ahead_s=3, is_late=False, start_ns=NS_PER_S // 2, backlog_ns=NS_PER_S // 5)
     # Its own computation and half of what its worker may have to do are left of the promise.
     assert decide(alone, slow).start_by_ns == pytest.approx(0.4 * NS_PER_S)
-    assert isinstance(decide(alone, at("large", ahead_s=3, start_ns=NS_PER_S // 10)), Shed)
-    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False, is_full=True)), Shed)
-    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False), max_wait_ns=NS_PER_S), Shed)
-    assert decide(admission(), quiet) == Divert("medium", "slo")
+    assert isinstance(decide(alone, at("large", ahead_s=3, start_ns=NS_PER_S // 10)), Refused)
+    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False, is_full=True)), Refused)
+    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False), first_token_ns=NS_PER_S), Refused)
+    assert decide(admission(), quiet) == diverted("medium", "slo")
 
 
 def test_a_long_prompt_that_is_next_may_wait_for_its_share_of_its_own_promise() -> None:
@@ -91,45 +131,38 @@ def test_a_long_prompt_that_is_next_may_wait_for_its_share_of_its_own_promise() 
 @pytest.mark.parametrize(
     ("tenant", "asked", "expected"),
     [
-        ("allow", None, Divert("medium", "slo")),
-        ("allow", "allow", Divert("medium", "slo")),
-        ("prefer", None, Divert("medium", "slo")),
-        ("never", None, Shed),
-        ("allow", "never", Shed),
-        ("never", "allow", Shed),
-        ("never", "prefer", Shed),
+        ("allow", None, diverted("medium", "slo")),
+        ("allow", "allow", diverted("medium", "slo")),
+        ("prefer", None, diverted("medium", "slo")),
+        ("never", None, Refused),
+        ("allow", "never", Refused),
+        ("never", "allow", Refused),
+        ("never", "prefer", Refused),
     ],
 )
 def test_what_does_not_fit_is_diverted_where_both_allow_it(tenant, asked, expected) -> None:
-    facts = AdmitFacts(
-        tenant=Tenant(id=TenantId("t"), degrade=tenant),
-        degrade=asked,
-        requested=at("large", ahead_s=3),
-        candidate=FREE,
-    )
-    decision = admission().decide(0, facts)
-    if isinstance(expected, Divert):
+    facts = {"tenant": Tenant(id=TenantId("t"), degrade=tenant), "degrade": asked}
+    decision = decide(admission(), at("large", ahead_s=3), **facts)
+    if isinstance(expected, Diverted):
         assert decision == expected
     else:
-        assert isinstance(decision, Shed)
-        assert (decision.status, decision.why) == (429, "slo")
-        assert decision.retry_after_ns == pytest.approx((3 - let_in_s(1)) * NS_PER_S, rel=0.01)
+        assert reason(decision) == SLO
+        assert retry_after_ns(decision) == pytest.approx((3 - let_in_s(1)) * NS_PER_S, rel=0.01)
 
 
 def test_the_next_fallback_when_the_first_does_not_fit_either() -> None:
-    fallbacks = lookup(at("medium", ahead_s=2), at("small", ahead_s=0.15))
-    facts = AdmitFacts(tenant=ANONYMOUS, requested=at("large", ahead_s=3), candidate=fallbacks)
-    assert admission().decide(0, facts) == Divert("small", "slo")
+    fallbacks = (at("medium", ahead_s=2), at("small", ahead_s=0.15))
+    assert decide(admission(), at("large", ahead_s=3), fallbacks=fallbacks) == diverted("small", "slo")
 
 
 def test_what_the_client_says_goes_before_the_promise_and_the_queue_bounds_both() -> None:
     deciding = admission(chain=())
-    assert isinstance(decide(deciding, at("large", ahead_s=3)), Shed)
-    assert isinstance(decide(deciding, at("large", ahead_s=3), max_wait_ns=10 * NS_PER_S), Admit)
-    assert isinstance(decide(deciding, at("large", ahead_s=0.1), max_wait_ns=NS_PER_S // 10), Shed)
+    assert isinstance(decide(deciding, at("large", ahead_s=3)), Refused)
+    assert isinstance(decide(deciding, at("large", ahead_s=3), first_token_ns=10 * NS_PER_S), Pass)
+    assert isinstance(decide(deciding, at("large", ahead_s=0.1), first_token_ns=NS_PER_S // 10), Refused)
     unpromised = admission(chain=(), ttft_target_ms=0)
-    assert isinstance(decide(unpromised, at("large", ahead_s=3)), Admit)
-    assert isinstance(decide(unpromised, at("large", ahead_s=30), queue_wait_max_ns=20 * NS_PER_S), Shed)
+    assert isinstance(decide(unpromised, at("large", ahead_s=3)), Pass)
+    assert isinstance(decide(unpromised, at("large", ahead_s=30), max_wait_ns=20 * NS_PER_S), Refused)
 
 
 @pytest.mark.parametrize(
@@ -150,37 +183,47 @@ def test_the_target_that_names_most_counts(tier: str, band: str, ttft_s: int) ->
         TtftTarget(tier="pro", band="bulk", ttft_ms=4000),
         TtftTarget(band="bulk", ttft_ms=5000),
     )
-    for late, kind in ((0.9 * let_in_s(1), Admit), (1.1 * let_in_s(1), Shed)):
-        facts = AdmitFacts(
-            tenant=Tenant(id=TenantId("t"), tier=tier),
-            band=band,
-            requested=at("large", ahead_s=ttft_s * late),
-        )
+    for late, kind in ((0.9 * let_in_s(1), Pass), (1.1 * let_in_s(1), Refused)):
         deciding = admission(chain=(), targets=targets, ttft_target_ms=8000)
-        assert isinstance(deciding.decide(0, facts), kind)
+        assert isinstance(decide(deciding, at("large", ahead_s=ttft_s * late), band=band, tier=tier), kind)
+
+
+def test_a_tenant_whose_tier_or_band_a_reload_changes_has_the_promise_of_the_new_one() -> None:
+    targets = (TtftTarget(tier="pro", ttft_ms=1000), TtftTarget(band="bulk", ttft_ms=8000))
+    deciding, waits = admission(chain=(), targets=targets, ttft_target_ms=4000), at("large", ahead_s=0.3)
+    for band, tier, kind in (
+        ("default", "free", Pass),
+        ("default", "pro", Refused),
+        ("default", "free", Pass),
+        ("bulk", "", Pass),
+    ):
+        decision = decide(deciding, waits, band=band, tier=tier)
+        assert isinstance(decision, kind), (band, tier)
+    assert decide(deciding, waits, band="bulk").first_token_ns == 8 * NS_PER_S
+    assert decide(deciding, waits, band="gone").first_token_ns == 4 * NS_PER_S, "the default band's"
 
 
 def test_protected_bands_have_promises_too() -> None:
-    protected = {"band": "priority", "is_protected": True}
-    assert decide(admission(), at("large", ahead_s=9), **protected) == Divert("medium", "slo")
-    assert isinstance(decide(admission(), at("large", ahead_s=9), degrade="never", **protected), Shed)
+    protected = {"band": "priority"}
+    assert decide(admission(), at("large", ahead_s=9), **protected) == diverted("medium", "slo")
+    assert isinstance(decide(admission(), at("large", ahead_s=9), degrade="never", **protected), Refused)
 
 
 def test_a_protected_band_that_is_mostly_refused_waits_less_and_one_that_is_served_waits_longer_again() -> (
     None
 ):
-    deciding, protected = admission(chain=()), {"band": "priority", "is_protected": True}
+    deciding, protected = admission(chain=()), {"band": "priority"}
     between = at("large", ahead_s=PROTECTED_SHARE - CROWDED_SHARE / 2)
-    assert isinstance(decide(deciding, between, **protected), Admit)
+    assert isinstance(decide(deciding, between, **protected), Pass)
     for _ in range(200):
-        assert isinstance(decide(deciding, at("large", ahead_s=9), **protected), Shed)
-    assert isinstance(decide(deciding, between, **protected), Shed)
+        assert isinstance(decide(deciding, at("large", ahead_s=9), **protected), Refused)
+    assert isinstance(decide(deciding, between, **protected), Refused)
     crowded = decide(deciding, at("large", ahead_s=PROTECTED_SHARE - 1.1 * CROWDED_SHARE), **protected)
-    assert isinstance(crowded, Admit)
+    assert isinstance(crowded, Pass)
     assert crowded.start_by_ns < round((PROTECTED_SHARE - 0.8 * CROWDED_SHARE) * NS_PER_S)
     for _ in range(200):
-        assert isinstance(decide(deciding, at("large"), **protected), Admit)
-    assert isinstance(decide(deciding, between, **protected), Admit)
+        assert isinstance(decide(deciding, at("large"), **protected), Pass)
+    assert isinstance(decide(deciding, between, **protected), Pass)
 
 
 def test_a_long_prompt_waits_no_longer_and_is_due_later() -> None:
@@ -189,58 +232,47 @@ def test_a_long_prompt_waits_no_longer_and_is_due_later() -> None:
     """
     deciding, long = admission(chain=()), {"idle_ttft_ns": 800 * NS_PER_MS, "start_ns": 1200 * NS_PER_MS}
     let_in = decide(deciding, at("large", ahead_s=0.9 * let_in_s(1), **long))
-    assert isinstance(let_in, Admit)
+    assert isinstance(let_in, Pass)
     assert let_in.first_token_ns == 2 * NS_PER_S
     assert let_in.start_by_ns == round(QUEUE_SHARE * NS_PER_S)
-    assert isinstance(decide(deciding, at("large", ahead_s=1.1 * let_in_s(1), **long)), Shed)
+    assert isinstance(decide(deciding, at("large", ahead_s=1.1 * let_in_s(1), **long)), Refused)
 
 
 def test_a_full_queue() -> None:
     full = at("large", ahead_s=0.5, is_full=True)
     deciding = admission()
-    facts = AdmitFacts(tenant=ANONYMOUS, is_protected=True, requested=full, candidate=FREE)
-    assert deciding.decide(0, facts) == Divert("medium", "queue_depth")
-    decision = deciding.decide(0, AdmitFacts(tenant=ANONYMOUS, requested=full, degrade="never"))
-    assert isinstance(decision, Shed)
-    assert (decision.status, decision.why) == (429, "queue_full")
-    full_too = lookup(at("medium", is_full=True), at("small", is_full=True))
-    assert isinstance(
-        deciding.decide(0, AdmitFacts(tenant=ANONYMOUS, requested=full, candidate=full_too)), Shed
-    )
+    assert decide(deciding, full, band="priority") == diverted("medium", "queue_depth")
+    assert reason(decide(deciding, full, degrade="never")) == QUEUE_FULL
+    full_too = (at("medium", is_full=True), at("small", is_full=True))
+    assert reason(decide(deciding, full, fallbacks=full_too)) == QUEUE_FULL
 
 
 @pytest.mark.parametrize(
     ("waits", "protected", "degrade", "expected"),
     [
-        (False, False, "allow", Divert("medium", "unavailable")),
-        (False, True, "allow", Divert("medium", "unavailable")),
-        (False, False, "never", Shed(503, 2 * NS_PER_S, "no_worker")),
-        (True, True, "allow", Admit()),
-        (True, False, "allow", Divert("medium", "unavailable")),
-        (True, False, "never", Admit()),
+        (False, False, "allow", diverted("medium", "unavailable")),
+        (False, True, "allow", diverted("medium", "unavailable")),
+        (False, False, "never", WorkerUnavailable),
+        (True, True, "allow", Pass()),
+        (True, False, "allow", diverted("medium", "unavailable")),
+        (True, False, "never", Pass()),
     ],
 )
 def test_no_worker(waits, protected, degrade, expected) -> None:
-    facts = AdmitFacts(
-        tenant=ANONYMOUS,
-        is_protected=protected,
-        degrade=degrade,
-        waits_for_worker=waits,
-        requested=at("large", ready=0),
-        candidate=FREE,
-    )
-    assert admission().decide(0, facts) == expected
+    band = "priority" if protected else "default"
+    decision = decide(admission(waits=waits), at("large", ready=0), band=band, degrade=degrade)
+    assert (type(decision.error) if isinstance(decision, Refused) else decision) == expected
 
 
 @pytest.mark.parametrize(
     ("max_wait_s", "degrade", "expected"),
     [
-        (0, "allow", Admit(5 * NS_PER_S)),
-        (0, "never", Admit(5 * NS_PER_S)),
-        (0, "prefer", Divert("medium", "unavailable")),
-        (8, "allow", Admit(5 * NS_PER_S, 8 * NS_PER_S)),
-        (4, "allow", Divert("medium", "unavailable")),
-        (4, "never", Shed(429, 4 * NS_PER_S, "asleep")),
+        (0, "allow", Pass(5 * NS_PER_S)),
+        (0, "never", Pass(5 * NS_PER_S)),
+        (0, "prefer", diverted("medium", "unavailable")),
+        (8, "allow", Pass(5 * NS_PER_S, 8 * NS_PER_S)),
+        (4, "allow", diverted("medium", "unavailable")),
+        (4, "never", 4 * NS_PER_S),
     ],
 )
 @pytest.mark.parametrize("waits", [True, False])
@@ -248,113 +280,104 @@ def test_whoever_wants_a_model_that_is_asleep_waits_for_it_unless_he_says_that_h
     waits, max_wait_s, degrade, expected
 ) -> None:
     asleep = at("large", ready=0, wake_ns=4 * NS_PER_S, start_ns=NS_PER_S)
-    facts = {"degrade": degrade, "max_wait_ns": max_wait_s * NS_PER_S, "waits_for_worker": waits}
-    assert decide(admission(), asleep, **facts) == expected
+    facts = {"degrade": degrade, "first_token_ns": max_wait_s * NS_PER_S}
+    decision = decide(admission(waits=waits), asleep, **facts)
+    if isinstance(decision, Refused):
+        assert (reason(decision), retry_after_ns(decision)) == (ASLEEP, expected)
+    else:
+        assert decision == expected
     full = at("large", ready=0, wake_ns=4 * NS_PER_S, is_full=True)
-    assert isinstance(decide(admission(), full, **facts), Divert | Shed)
+    assert isinstance(decide(admission(waits=waits), full, **facts), Diverted | Refused)
 
 
 def test_prefer_takes_what_is_much_sooner() -> None:
-    fallbacks = lookup(at("medium", start_ns=600 * NS_PER_MS), at("small", start_ns=100 * NS_PER_MS))
-    slow = AdmitFacts(
-        tenant=ANONYMOUS,
-        degrade="prefer",
-        requested=at("large", start_ns=900 * NS_PER_MS),
-        candidate=fallbacks,
-    )
-    assert admission().decide(0, slow) == Divert("small", "slo")
-    quick = AdmitFacts(
-        tenant=ANONYMOUS,
-        degrade="prefer",
-        requested=at("large", start_ns=250 * NS_PER_MS),
-        candidate=fallbacks,
-    )
-    assert isinstance(admission().decide(0, quick), Admit)
-    again = AdmitFacts(
-        tenant=ANONYMOUS,
-        degrade="prefer",
-        requested=at("medium", ahead_s=0.15),
-        tried=frozenset({"large"}),
-        candidate=fallbacks,
-    )
-    assert isinstance(admission().decide(0, again), Admit)
+    fallbacks = (at("medium", start_ns=600 * NS_PER_MS), at("small", start_ns=100 * NS_PER_MS))
+    prefers = {"degrade": "prefer", "fallbacks": fallbacks}
+    assert decide(admission(), at("large", start_ns=900 * NS_PER_MS), **prefers) == diverted("small", "slo")
+    assert isinstance(decide(admission(), at("large", start_ns=250 * NS_PER_MS), **prefers), Pass)
+    again = {"requested_model": "large", "diverted": "slo", **prefers}
+    assert isinstance(decide(admission(), at("medium", ahead_s=0.15), **again), Pass)
 
 
 # --- properties -----------------------------------------------------------------------------------
 
 NAMES = ("large", "medium", "small")
-candidates = st.builds(
-    Candidate,
-    model=st.just("large"),
-    ready=st.integers(0, 2),
-    has_ahead=st.booleans(),
-    wait_ns=st.integers(0, 5 * NS_PER_S),
-    each_ns=st.integers(0, NS_PER_S),
-    start_ns=st.integers(0, NS_PER_S),
-    idle_ttft_ns=st.integers(0, NS_PER_S),
-    context_tokens=st.integers(1, 9000),
-    max_model_len=st.sampled_from([0, 4096, 8192]),
-    can_serve=st.booleans(),
-    is_full=st.booleans(),
-)
+NEEDS = frozenset({"images"})
 
 
 @st.composite
-def situations(draw) -> tuple[tuple[ModelRoute, ...], AdmitFacts, dict[str, Candidate]]:
+def situations(draw) -> tuple[tuple[ModelRoute, ...], dict, dict[str, RouteLoad], dict[str, ModelFacts]]:
     words = st.sets(st.sampled_from(["eu", "health"])).map(lambda found: tuple(sorted(found)))
     routes = tuple(
         ModelRoute(model=name, fallback=after, tools=draw(st.booleans()), data=draw(words))
         for name, after in zip(NAMES, (*NAMES[1:], ""), strict=True)
     )
     there = {
-        name: draw(
-            candidates.map(
-                lambda c, n=name: at(n, **{f: getattr(c, f) for f in c.__struct_fields__ if f != "model"})
-            )
+        name: at(
+            name,
+            ready=draw(st.integers(0, 2)),
+            requests_ahead=draw(st.integers(0, 1)),
+            wait_ns=draw(st.integers(0, 5 * NS_PER_S)),
+            each_ns=draw(st.integers(0, NS_PER_S)),
+            start_ns=draw(st.integers(0, NS_PER_S)),
+            idle_ttft_ns=draw(st.integers(0, NS_PER_S)),
+            is_full=draw(st.booleans()),
+        )
+        for name in NAMES
+    }
+    served = {
+        name: ModelFacts(
+            max_model_len=draw(st.sampled_from([0, 4096, 8192])),
+            capabilities=(NEEDS,) if draw(st.booleans()) else (),
         )
         for name in NAMES
     }
     tenant = Tenant(
         id=TenantId("t"),
+        band=draw(st.sampled_from(["priority", "default"])),
         degrade=draw(st.sampled_from(["never", "allow", "prefer"])),
         models=frozenset(draw(st.sets(st.sampled_from(NAMES)))),
     )
-    facts = AdmitFacts(
-        tenant=tenant,
-        requested=there["large"],
-        is_protected=draw(st.booleans()),
-        degrade=draw(st.sampled_from([None, "never", "allow", "prefer"])),
-        max_wait_ns=draw(st.integers(0, 5 * NS_PER_S)),
-        needs_tools=draw(st.booleans()),
-        waits_for_worker=draw(st.booleans()),
-        tried=frozenset(draw(st.sets(st.sampled_from(NAMES[1:])))),
-        candidate=there.get,
-    )
-    return routes, facts, there
+    facts = {
+        "tenant": tenant,
+        "degrade": draw(st.sampled_from([None, "never", "allow", "prefer"])),
+        "first_token_ns": draw(st.integers(0, 5 * NS_PER_S)),
+        "context_tokens": draw(st.integers(1, 9000)),
+        "needs_tools": draw(st.booleans()),
+        "needs": draw(st.sampled_from([frozenset(), NEEDS])),
+        "requested_model": draw(st.sampled_from(NAMES)),
+        "diverted": draw(st.sampled_from(["", "slo"])),
+    }
+    return routes, facts, there, served
 
 
 @settings(max_examples=300, deadline=None)
-@given(situation=situations())
-def test_never_diverted_across_what_is_missing(situation) -> None:
-    routes, facts, there = situation
-    deciding = admission(chain=routes)
-    decision = deciding.decide(0, facts)
-    assert decision == admission(chain=routes).decide(0, facts)
-    if isinstance(decision, Shed):
-        assert decision.retry_after_ns > 0
-        assert (decision.status == 503) == (facts.requested.ready == 0)
-    if not isinstance(decision, Divert):
+@given(situation=situations(), waits=st.booleans())
+def test_never_diverted_across_what_is_missing(situation, waits: bool) -> None:
+    routes, given, there, served = situation
+    facts, look = ask(**given), there.__getitem__
+    decision, again = (
+        admission(chain=routes, waits=waits, served=served).decide(0, facts, look) for _ in range(2)
+    )
+    if isinstance(decision, Refused):
+        assert isinstance(again, Refused)
+        assert isinstance(decision.error, WorkerUnavailable) == (not there["large"].ready)
+        assert isinstance(decision.error, WorkerUnavailable) or retry_after_ns(decision) > 0
+        return
+    assert decision == again
+    if not isinstance(decision, Diverted):
         return
     assert effective_degrade(facts.degrade, facts.tenant) != "never"
     by_name = {route.model: route for route in routes}
-    chosen, target = by_name[decision.model], there[decision.model]
-    assert decision.model != "large"
-    assert decision.model not in facts.tried
+    chosen, target = by_name[decision.route], there[decision.route]
+    assert decision.route != "large"
+    assert not facts.diverted or decision.route != facts.requested_model
     assert chosen.tools or not facts.needs_tools
     assert set(by_name["large"].data) <= set(chosen.data)
-    assert not facts.tenant.models or decision.model in facts.tenant.models
-    assert not target.max_model_len or target.context_tokens <= target.max_model_len
-    assert target.can_serve
+    assert not facts.tenant.models or decision.route in facts.tenant.models
+    length = served[decision.route].max_model_len
+    assert not length or facts.context_tokens <= length
+    assert facts.needs in (frozenset(), *served[decision.route].capabilities)
     assert target.ready
     assert not target.is_full
 
@@ -362,13 +385,9 @@ def test_never_diverted_across_what_is_missing(situation) -> None:
 @settings(max_examples=50, deadline=None)
 @given(waits=st.lists(st.floats(1.5, 100), min_size=2, max_size=6))
 def test_the_longer_the_queue_the_later_one_is_told_to_come_back(waits: list[float]) -> None:
-    reported: list[int] = []
-    for wait in sorted(waits):
-        decision = admission(chain=()).decide(
-            0, AdmitFacts(tenant=ANONYMOUS, requested=at("large", ahead_s=wait))
-        )
-        assert isinstance(decision, Shed)
-        reported.append(decision.retry_after_ns)
+    reported = [
+        retry_after_ns(decide(admission(chain=()), at("large", ahead_s=wait))) for wait in sorted(waits)
+    ]
     assert reported == sorted(reported)
     assert reported[-1] <= 60 * NS_PER_S
 
@@ -376,56 +395,52 @@ def test_the_longer_the_queue_the_later_one_is_told_to_come_back(waits: list[flo
 def test_a_tenant_that_hammers_sends_nobody_else_away_for_long() -> None:
     deciding = admission(chain=())
     for _ in range(5000):
-        deciding.decide(0, AdmitFacts(tenant=Tenant(id=TenantId("loud")), requested=at("large", ahead_s=2)))
-    other = deciding.decide(
-        0, AdmitFacts(tenant=Tenant(id=TenantId("quiet")), requested=at("large", ahead_s=2))
-    )
-    assert isinstance(other, Shed)
-    assert other.retry_after_ns <= 2 * (2 - let_in_s(1)) * NS_PER_S, "twice its own wait"
+        decide(deciding, at("large", ahead_s=2), tenant=Tenant(id=TenantId("loud")))
+    other = decide(deciding, at("large", ahead_s=2), tenant=Tenant(id=TenantId("quiet")))
+    assert retry_after_ns(other) <= 2 * (2 - let_in_s(1)) * NS_PER_S, "twice its own wait"
 
 
 def test_a_prompt_and_answer_that_fill_a_fallbacks_context_fit_it() -> None:
-    full = lookup(at("medium", max_model_len=600), at("small"))
-    assert decide(admission(), at("large", ahead_s=3), candidate=full) == Divert("medium", "slo")
-    over = lookup(at("medium", max_model_len=599), at("small"))
-    assert decide(admission(), at("large", ahead_s=3), candidate=over) == Divert("small", "slo")
+    for medium, expected in ((600, "medium"), (599, "small")):
+        served = {name: ModelFacts(max_model_len=8192) for name in NAMES}
+        served["medium"] = ModelFacts(max_model_len=medium)
+        deciding, asked = admission(served=served), {"context_tokens": 600}
+        assert decide(deciding, at("large", ahead_s=3), **asked) == diverted(expected, "slo")
 
 
 TIMES = st.integers(0, 4 * NS_PER_S)
 
 
+_Asked = tuple[RequestFacts, Callable[[str], RouteLoad]]
+
+
 @st.composite
-def known_and_whole(draw) -> tuple[AdmitFacts, AdmitFacts]:
+def known_and_whole(draw) -> tuple[_Asked, _Asked]:
     """A request before its prompt is made, and with its prompt: that adds to its own computation, and may not
     fit a model's context.
     """
-    models = [at(name, **draw(load)) for name in ("large", "medium", "small")]
+    models = [at(name, **draw(load)) for name in NAMES]
     longer = [
-        replace(
-            each,
-            start_ns=each.start_ns + draw(TIMES),
-            idle_ttft_ns=each.idle_ttft_ns + draw(TIMES),
-            context_tokens=draw(st.integers(1, 5000)),
-        )
+        replace(each, start_ns=each.start_ns + draw(TIMES), idle_ttft_ns=each.idle_ttft_ns + draw(TIMES))
         for each in models
     ]
     facts = draw(
         st.fixed_dictionaries(
             {
-                "tenant": st.sampled_from([ANONYMOUS, Tenant(id=TenantId("t"), degrade="never")]),
-                "is_protected": st.booleans(),
+                "tenant": st.builds(
+                    Tenant,
+                    id=st.just(TenantId("t")),
+                    band=st.sampled_from(["priority", "default"]),
+                    degrade=st.sampled_from(["never", "allow"]),
+                ),
                 "degrade": st.sampled_from([None, "never", "allow", "prefer"]),
-                "max_wait_ns": st.sampled_from([0, NS_PER_S // 2, 3 * NS_PER_S]),
-                "queue_wait_max_ns": st.sampled_from([0, NS_PER_S]),
-                "waits_for_worker": st.booleans(),
+                "first_token_ns": st.sampled_from([0, NS_PER_S // 2, 3 * NS_PER_S]),
+                "max_wait_ns": st.sampled_from([0, NS_PER_S]),
             }
         )
     )
-    empty, whole = (
-        AdmitFacts(requested=found[0], candidate=lookup(*found[1:]), **facts)
-        for found in ([replace(each, context_tokens=0) for each in models], longer)
-    )
-    return empty, whole
+    whole = ask(context_tokens=draw(st.integers(1, 5000)), **facts)
+    return (ask(prompt_tokens=0, **facts), loads(*models)), (whole, loads(*longer))
 
 
 load = st.fixed_dictionaries(
@@ -437,46 +452,50 @@ load = st.fixed_dictionaries(
         "start_ns": TIMES,
         "idle_ttft_ns": TIMES,
         "backlog_ns": TIMES,
-        "max_model_len": st.sampled_from([0, 1000]),
         "wake_ns": st.sampled_from([0, NS_PER_S]),
     }
 )
 
 
-@given(known_and_whole())
+@given(known_and_whole(), st.sampled_from([0, 1000]), st.booleans())
 @settings(max_examples=500)
-def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any_prompt(both) -> None:
+def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any_prompt(
+    both, length: int, waits: bool
+) -> None:
     empty, whole = both
-    before = admission().refuses_any(0, empty)
-    decided = admission().decide(0, whole)
+    served = {name: ModelFacts(max_model_len=length) for name in NAMES}
+
+    def made() -> AdmissionControl:
+        return admission(waits=waits, served=served)
+
+    before, decided = made().refuses_any(0, *empty), made().decide(0, *whole)
     if before is not None:
-        assert isinstance(decided, Shed)
-        assert (decided.status, decided.why) == (before.status, before.why)
-        assert decided.retry_after_ns >= before.retry_after_ns, (
+        assert reason(decided) == reason(before)
+        assert retry_after_ns(decided) >= retry_after_ns(before), (
             "it may wait less long, so it comes back later"
         )
-    same = admission().decide(0, empty)
-    if empty.requested.ready and effective_degrade(empty.degrade, empty.tenant) == "never":
-        assert (before is not None) == isinstance(same, Shed), "no prompt is made in vain"
+    (facts, look), same = empty, made().decide(0, *empty)
+    if look("large").ready and effective_degrade(facts.degrade, facts.tenant) == "never":
+        assert (before is not None) == isinstance(same, Refused), "no prompt is made in vain"
 
 
 def test_a_request_is_read_if_a_fallback_might_let_it_in_as_the_one_that_was_asked_for() -> None:
     """A prompt that is too long for a model goes to a longer one, whose wait is only expected to be long."""
     late, expected = at("large", ahead_s=3), at("medium", ahead_s=9, is_late=False)
-    facts = AdmitFacts(tenant=ANONYMOUS, requested=late, candidate=lookup(expected))
-    assert admission().refuses_any(0, facts) is None
-    both_late = AdmitFacts(tenant=ANONYMOUS, requested=late, candidate=lookup(at("medium", ahead_s=9)))
-    assert isinstance(admission().refuses_any(0, both_late), Shed)
+    chain = CHAIN[:1]
+    assert admission(chain=chain).refuses_any(0, ask(), loads(late, expected)) is None
+    both_late = loads(late, at("medium", ahead_s=9))
+    assert isinstance(admission(chain=chain).refuses_any(0, ask(), both_late), Refused)
 
 
 def test_a_request_that_may_be_let_in_leaves_no_trace_before_its_prompt_is_made() -> None:
     asked, deciding = admission(chain=()), admission(chain=())
-    protected = {"band": "priority", "is_protected": True}
+    protected = {"band": "priority"}
     for _ in range(20):
         decide(asked, at("large", ahead_s=9), **protected)
         decide(deciding, at("large", ahead_s=9), **protected)
-    free = AdmitFacts(tenant=ANONYMOUS, requested=at("large"), candidate=FREE, **protected)
     for _ in range(50):
-        assert asked.refuses_any(0, free) is None
+        assert asked.refuses_any(0, ask(**protected), loads(at("large"))) is None
     between = at("large", ahead_s=PROTECTED_SHARE - CROWDED_SHARE / 8)
-    assert decide(asked, between, **protected) == decide(deciding, between, **protected)
+    one, other = decide(asked, between, **protected), decide(deciding, between, **protected)
+    assert (reason(one), retry_after_ns(one)) == (reason(other), retry_after_ns(other))

@@ -6,7 +6,8 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import AttemptTimeout, Evicted, WorkerUnavailable
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.extras.hedging import Hedges, HedgeTerms
 from penstock.policy.extras.hooks import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.flow import FallBack, GiveUp, Outcome, RequestFacts, Requeued, Start
@@ -25,13 +26,13 @@ W, V = WorkerId("w"), WorkerId("v")
 def made(*, fallback: str = "small", external: bool = True, health: FleetHealth | None = None) -> FlowControl:
     config = QueueTerms(worker_credit=0)
     routing = RoutingConfig(models=(ModelRoute(model="large", fallback=fallback),))
-    gate = Gate(
+    admission = AdmissionControl(
         AdmissionConfig(ttft_target_ms=0, targets=()),
         routing,
         config,
         {"large": ModelFacts(), "small": ModelFacts()}.get,
     )
-    policies = Policies(admission=gate)
+    policies = Policies(admission=admission)
     control = FlowControl(config, replace(policies, health=health) if health else policies)
     control.set_worker(0, "large", W, WorkerView(is_external=external))
     control.set_worker(0, "small", V, WorkerView(max_running=8))

@@ -4,7 +4,9 @@ import pytest
 
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
-from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.admission.downgrade import BudgetDowngrade
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.flow import Diverted, Queued, Refused, RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
@@ -46,9 +48,9 @@ class Rig:
         )
         facts = {name: ModelFacts(max_model_len=4096) for name in ("large", "odd", "small")}
         queue = QueueTerms(worker_credit=0, tenant_share=1.0)
-        routing = RoutingConfig(models=ROUTES)
-        gate = Gate(AdmissionConfig(), routing, queue, facts.get, BudgetDowngrade(budgets, prices))
-        self.flow = FlowControl(queue, Policies(admission=gate, budgets=budgets, prices=prices))
+        routing, thrift = RoutingConfig(models=ROUTES), BudgetDowngrade(budgets, prices)
+        admission = AdmissionControl(AdmissionConfig(), routing, queue, facts.get, thrift)
+        self.flow = FlowControl(queue, Policies(admission=admission, budgets=budgets, prices=prices))
         for name in facts:
             self.flow.set_worker(0, name, WorkerId(name), WorkerView(max_running=1))
 

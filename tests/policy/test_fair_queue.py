@@ -392,6 +392,10 @@ def test_an_unknown_band_is_the_default_one() -> None:
 # --- bounds ---------------------------------------------------------------------------------------
 
 
+def would_refuse(queue: FairQueue, each: Work) -> bool:
+    return queue.would_refuse(queue.level_of(each.band), each.tenant, each.num_bytes)
+
+
 def bounded(**bounds) -> QueueTerms:
     band = {key: value for key, value in bounds.items() if key.startswith("band_")}
     rest = {key: value for key, value in bounds.items() if not key.startswith("band_")}
@@ -416,7 +420,7 @@ def bounded(**bounds) -> QueueTerms:
 def test_over_a_bound_the_new_one_is_refused_and_the_bound_named(bounds, refusal) -> None:
     queue = FairQueue(bounded(**bounds))
     pushed(queue, *(work(num_bytes=10) for _ in range(3)))
-    assert queue.would_refuse(work(num_bytes=10))
+    assert would_refuse(queue, work(num_bytes=10))
     assert queue.push(0, work(num_bytes=10)) == refusal
     assert (len(queue), queue.num_bytes) == (3, 30)
     queue.check_invariants()
@@ -428,7 +432,7 @@ def test_over_a_bound_the_new_one_is_refused_and_the_bound_named(bounds, refusal
 def test_up_to_a_bound_there_is_room(bounds) -> None:
     queue = FairQueue(bounded(**bounds))
     for _ in range(3):
-        assert not queue.would_refuse(work(num_bytes=10))
+        assert not would_refuse(queue, work(num_bytes=10))
         pushed(queue, work(num_bytes=10))
 
 

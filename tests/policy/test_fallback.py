@@ -5,7 +5,8 @@ waits and then is told.
 from penstock.clock import NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.flow import FallBack, Outcome, Queued, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
@@ -30,8 +31,8 @@ def made(*, small: int = 4, **queue) -> FlowControl:
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )
     facts = {"large": ModelFacts(adapters=frozenset(("a",))), "small": ModelFacts(max_model_len=100)}
-    gate = Gate(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
-    control = FlowControl(config, Policies(admission=gate))
+    admission = AdmissionControl(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
+    control = FlowControl(config, Policies(admission=admission))
     control.set_worker(0, "large", W, WorkerView(max_running=1))
     if small:
         control.set_worker(0, "small", V, WorkerView(max_running=small))
@@ -150,8 +151,8 @@ def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
 
     def wait(name: str) -> None:
         facts = arrival(name)
-        holds = accounts.open(0, facts)
-        request = requests[facts.id] = request_of(facts, 0, model_queue, holds)
+        request = requests[facts.id] = request_of(facts, 0, model_queue)
+        assert accounts.open(0, request) is None
         model_queue.queue.push(0, request)
 
     for i in range(ASKED_MAX - 1):

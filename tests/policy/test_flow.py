@@ -4,18 +4,17 @@ from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from penstock.policy.flow import TABLE, Event, Outcome, RequestFacts, State, Step, UsageRecord
-from penstock.policy.request import Holds, Request, request_of
+from penstock.policy.request import Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 US = 1000
-NO_HOLDS = Holds(tokens=None, money=0, expected=0, budgeted=0)
 
 
 def make(**facts) -> Request:
     given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
     facts = RequestFacts(id=RequestId("r"), **given)
-    return request_of(facts, 1000 * US, model_queue=None, holds=NO_HOLDS)
+    return request_of(facts, 1000 * US, model_queue=None)
 
 
 def walk(flow: Request, *events: Event) -> list[Step]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import TTFT_TARGET_MS, AdmissionConfig
+from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.placement.pick import DecisionLog, LeastLoaded, explain
 from penstock.policy.placement.route import Router
@@ -19,6 +20,7 @@ from penstock.policy.queueing.capacity import (
 )
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.pace import BACKLOG_SHARE, OVERDUE, Pace
+from penstock.policy.tenant import Tenant
 from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -211,7 +213,9 @@ def test_nothing_is_ahead_of_a_tenant_that_runs_nothing_while_it_may_start_beyon
     model_queue = flooded(WorkerView())
 
     def ahead(tenant: str) -> tuple[int, bool]:
-        load = model_queue.load(0, work("asked", tenant))
+        who = Tenant(id=TenantId(tenant))
+        asked = RequestFacts(id=RequestId("asked"), tenant=who, route="m", prompt_tokens=1, max_tokens=1)
+        load = model_queue.load(0, asked)
         return load.requests_ahead, load.wait_ns > 0
 
     assert ahead("big")[0] > 1

@@ -9,10 +9,11 @@ import re
 import pages
 
 from penstock.clock import NS_PER_MS
+from penstock.errors import WorkerUnavailable
 from penstock.policy.admission import admit
 from penstock.policy.admission.admit import AdmissionControl, Promises
-from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
-from penstock.policy.flow import Refused, RequestFacts, Start
+from penstock.policy.contracts import ModelFacts, Pass, RouteLoad
+from penstock.policy.flow import Diverted, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.tenant import Tenant
@@ -85,21 +86,17 @@ def test_the_table_of_targets_is_read_from_the_page() -> None:
     assert Promises(admission).of(tier="free", band="bulk").tpot_ns == 50 * NS_PER_MS
 
 
-def candidate(model: str, *, ready: int = 1) -> Candidate:
-    return Candidate(model=model, ready=ready)
-
-
-def decide(model: str, *gone: str, **facts: object):
-    made = AdmissionControl(CONFIG.admission, CONFIG.routing.models)
-    found = {name: candidate(name, ready=name not in gone) for name in ("large", "medium", "small")}
-    return made.decide(
-        0, AdmitFacts(tenant=Tenant(id=TenantId("t")), requested=found[model], candidate=found.get, **facts)
+def decide(model: str, *gone: str) -> Pass | Diverted | Refused:
+    made = AdmissionControl(
+        CONFIG.admission, CONFIG.routing, QueueTerms(no_worker_wait_s=0), lambda _: ModelFacts()
     )
+    facts = RequestFacts(id=RequestId("r"), route=model, prompt_tokens=1, max_tokens=1)
+    return made.decide(0, facts, lambda name: RouteLoad(name, int(name not in gone), 0, is_full=False))
 
 
 def test_the_chain_of_models_and_what_they_may_be_trusted_with() -> None:
-    assert isinstance(decide("large"), Admit)
-    assert decide("large", "large") == Divert("medium", "unavailable")
+    assert isinstance(decide("large"), Pass)
+    assert decide("large", "large") == Diverted(RequestId("r"), "medium", "unavailable")
     small = decide("large", "large", "medium")
-    assert isinstance(small, Shed), 'small is not marked "eu"'
-    assert small.status == 503
+    assert isinstance(small, Refused), 'small is not marked "eu"'
+    assert isinstance(small.error, WorkerUnavailable)

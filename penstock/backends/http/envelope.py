@@ -15,15 +15,20 @@ compared, and they are decoded together, a line for each: a few calls into C, ho
 (To cut at all the bytes between two holes takes three times as long, since Python prepares the search for so
 long a separator again for each piece. A native scanner would have to make the same list of strings, which is
 most of the work.)
+
+One answer of a worker is as a rule like its last one but for its id and time of creation. So what stands
+around the holes is remembered for a worker with those left open (`Forms`), and an answer whose first event is
+of that form need not be taken apart.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
-from penstock.backends.http.dialects.base import AnswerReader, Piece
+from penstock.backends.http.dialects.base import NOTHING, AnswerReader, Piece, joined
 from penstock.protocol.stream import data_of
 
 _TRIALS_MAX = 4
@@ -36,6 +41,19 @@ _TRIAL_TEXT, _TRIAL_IDS = "\u2192 a trial", (7, 11)
 _IN_EVENT = msgspec.json.encode(_TRIAL_TEXT), b"7,11"
 _DATA = b"data: "
 """The beginning of an event's line, as a rule: the space may be missing."""
+_NAMES = re.compile(rb'("(?:id|created)": ?)("[ !#-\[\]-~]*+"|(?:0|[1-9][0-9]{0,17}+)(?=[,}]))')
+"""Values that are another answer's: an id, and when it was made."""
+_ANY = rb'"[ !#-\[\]-~]*+"', rb"(?:0|[1-9][0-9]{0,17}+)"
+"""Any string that needs no escapes, and any number."""
+_OTHERS = b'"another-1"', b"17"
+_DONE = Piece(done=True)
+_ODD_MAX = 2
+"""Events of another form that an answer may have before it is taken apart again: vLLM's first has the ids
+of the prompt beside its own."""
+_FORMS_MAX, _FORM_BYTES_MAX = 64, 4096
+"""Forms of one worker, and the bytes before a hole of one."""
+_LEARNED_AT_FIRST, _ANSWERS_EACH = 16, 64
+"""So many forms are learned of a worker, and then one for each so many answers."""
 
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(str).decode_lines
@@ -43,24 +61,116 @@ _decode_one = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode
 _decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
 
 
+class BadEvent(ValueError):
+    """An event cannot be read."""
+
+
+class _Form(NamedTuple):
+    """The bytes around the holes of all answers of one kind."""
+
+    match: Callable[[bytes, int], re.Match[bytes] | None]
+    """The bytes before an event's hole, at a place of a block."""
+    middle: bytes
+    behind: bytes
+
+
+FormKey = tuple[type, str]
+"""The kind of the reader, and the model that the answer must name: what it reads depends on nothing else."""
+
+
+class Forms:
+    """The forms of one worker's answers."""
+
+    __slots__ = ("_forms", "_num_answers", "_num_learned")
+
+    def __init__(self) -> None:
+        self._forms: dict[FormKey, _Form] = {}
+        self._num_answers = self._num_learned = 0
+
+    def of(self, key: FormKey) -> _Form | None:
+        """That of the last answer of this kind which was taken apart; to be asked once for each answer."""
+        self._num_answers += 1
+        return self._forms.get(key)
+
+    @property
+    def learns(self) -> bool:
+        """Whether one more is learned. Few workers' answers differ in more than `_NAMES`: theirs are learned
+        now and then, in vain.
+        """
+        return self._num_learned < _LEARNED_AT_FIRST + self._num_answers // _ANSWERS_EACH
+
+    def learn(self, key: FormKey, before: list[bytes], middle: bytes, behind: bytes) -> None:
+        """`before` is cut around the values that are another answer's (`_NAMES.split`)."""
+        self._num_learned += 1
+        if len(self._forms) >= _FORMS_MAX:
+            self._forms.clear()
+        pattern = re.compile(_filled(before, *_ANY, plain=re.escape))
+        self._forms[key] = _Form(pattern.match, middle, behind)
+
+
 class Envelopes:
     """The text around the deltas, or the ids, of one answer's events."""
 
     __slots__ = (
-        "_before", "_behind", "_middle", "_num_trials", "_prefix", "_reader",
+        "_before", "_behind", "_form", "_forms", "_key", "_middle", "_num_odd", "_num_trials", "_prefix",
+        "_reader",
     )  # fmt: skip
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: AnswerReader, forms: Forms | None = None, model: str = "") -> None:
         """`reader` must read an event without text before and behind in the same way at any time; see
-        `AnswerReader.is_steady`.
+        `AnswerReader.is_steady`. With `forms` two of its kind must read it in the same way; `model` is the
+        name that the answer must bear.
         """
         self._reader = reader
+        self._forms = forms if reader.is_steady else None
+        self._key: FormKey = (type(reader), model)
+        self._form = None if self._forms is None else self._forms.of(self._key)
+        self._num_odd = 0
+        """Events that were read although the form was known, or is not tried any more."""
         self._before = self._behind = b""
         """With the prefix of the event's line, and with its end; empty: not known."""
         self._middle = b""
         """Between text and ids; empty: events have no ids."""
         self._prefix = _DATA
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
+
+    def read(self, block: bytes, *, joins: bool) -> Iterator[Piece]:
+        """Whole events (`EventReader.whole`) in their order, what they say as one thing as far as it can be
+        if it `joins`.
+
+        Raises:
+            BadEvent: one cannot be read; those before it were given.
+        """
+        held = NOTHING
+        for found in self.sort(block, joins=joins):
+            if isinstance(found, Piece):
+                piece = found
+            elif found == b"[DONE]":
+                piece = _DONE
+            else:
+                try:
+                    piece = self._reader.read(found)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if held is not NOTHING:
+                        yield held
+                    raise BadEvent(str(error)) from None
+                self.learn(found, piece)
+            if held is NOTHING:
+                held = piece
+            elif self._is_ours(piece.model) and (both := joined(held, piece)) is not None:
+                held = both
+            else:
+                yield held
+                held = piece
+            if not joins:
+                yield held
+                held = NOTHING
+        if held is not NOTHING:
+            yield held
+
+    def _is_ours(self, model: str) -> bool:
+        """Whether an answer may say that it is this model's."""
+        return not model or self._key[1] in ("", model)
 
     def sort(self, block: bytes, *, joins: bool) -> Iterator[bytes | Piece]:
         """Whole events (`EventReader.whole`) in their order: similar ones decoded, the first run of them as
@@ -73,13 +183,15 @@ class Envelopes:
             return
         at, runs, size = 0, joins, len(block)
         while at < size:
-            if self._before and block.startswith(self._before, at):
+            if not self._before and self._form is not None:
+                self._adopt(self._form, block, at)
+            if (end := self._end_of_alike(block, at)) > at:
                 found = None
                 if runs:
                     # Once in a block: events of two kinds in turn would be split again for each of them.
-                    found, runs = self._run(block[at:]), False
+                    found, runs = self._run(block[at:] if at else block), False
                 if found is None:
-                    found = self._run(block[at : block.find(b"\n\n", at) + 2])
+                    found = self._run(block[at:end])
                 if found is not None:
                     num_bytes, piece = found
                     at += num_bytes
@@ -98,6 +210,19 @@ class Envelopes:
             at = end + 2
             if event is not None:
                 yield event
+
+    def _adopt(self, form: _Form, block: bytes, at: int) -> None:
+        """Take an earlier answer's form for this one's, if the event here begins so."""
+        if (found := form.match(block, at)) is not None:
+            self._before, self._middle, self._behind = found[0], form.middle, form.behind
+
+    def _end_of_alike(self, block: bytes, at: int) -> int:
+        """The end of the event here, if it seems to be of the form that is known; else 0 or less."""
+        if not self._before or not block.startswith(self._before, at):
+            return 0
+        end = block.find(b"\n\n", at) + 2
+        is_alike = block.endswith(self._behind, at, end) and block.find(self._middle, at, end) >= 0
+        return end if is_alike else 0
 
     def texts(self, block: bytes) -> list[str] | None:
         """The texts of a block that is one run of similar events, as nearly all are; None: it is another, or
@@ -145,10 +270,10 @@ class Envelopes:
         what they seem.
         """
         holes, num_bytes = self._holes(block)
-        piece = self._piece(holes)
-        if piece is None and len(holes) > 1 and (piece := self._piece(holes[:-1])) is not None:
+        if len(holes) > 1 and self._middle not in holes[-1]:
             # An answer's last event: as the others at both ends, and why it ended in between.
-            num_bytes -= len(self._before) + len(holes[-1]) + len(self._behind)
+            num_bytes -= len(self._before) + len(holes.pop()) + len(self._behind)
+        piece = self._piece(holes)
         return None if piece is None else (num_bytes, piece)
 
     def _piece(self, holes: list[bytes]) -> Piece | None:
@@ -162,25 +287,34 @@ class Envelopes:
 
     def learn(self, event: bytes, piece: Piece) -> None:
         """Take apart an event that the reader read so."""
-        if self._num_trials >= _TRIALS_MAX:
+        if piece.finish is not None or self._num_trials >= _TRIALS_MAX:
             return
-        if piece.token_ids:
-            if piece == Piece(token_ids=piece.token_ids, model=piece.model):
-                self._num_trials += 1
-                self._learn_ids(event, piece)
-        elif piece.text and piece == Piece(text=piece.text, model=piece.model):
-            self._num_trials += 1
-            self._learn_text(event, piece)
+        ids, text, model = piece.token_ids, piece.text, piece.model
+        if not (ids or text) or piece != Piece(token_ids=ids, text=text, model=model):
+            return
+        if not self._is_ours(model):
+            return  # Such an answer is refused: no other one is to be read by its form.
+        if self._before and self._form is not None:
+            self._num_odd += 1
+            if self._num_odd <= _ODD_MAX:
+                return
+        self._num_trials += 1
+        if ids:
+            self._learn_ids(event, model)
+        else:
+            self._learn_text(event, model)
 
-    def _learn_text(self, event: bytes, piece: Piece) -> None:
+    def _learn_text(self, event: bytes, model: str) -> None:
         for _, found in zip(range(_PLACES_MAX), _STRING.finditer(event), strict=False):
             start, end = found.span(1)
             before, behind = event[:start], event[end:]
-            if self._says(before + _IN_EVENT[0] + behind, Piece(text=_TRIAL_TEXT, model=piece.model)):
+            trial = Piece(text=_TRIAL_TEXT, model=model)
+            if self._says(before + _IN_EVENT[0] + behind, trial):
                 self._keep(before, b"", behind)
+                self._remember(before, _IN_EVENT[0] + behind, trial)
                 return
 
-    def _learn_ids(self, event: bytes, piece: Piece) -> None:
+    def _learn_ids(self, event: bytes, model: str) -> None:
         text, ids = _STRING.search(event), _NUMBERS.search(event)
         if text is None or ids is None or text.end(1) > ids.start(1):
             return
@@ -189,9 +323,19 @@ class Envelopes:
             event[text.end(1) : ids.start(1)],
             event[ids.end(1) :],
         )
-        trial = before + _IN_EVENT[0] + middle + _IN_EVENT[1] + behind
-        if self._says(trial, Piece(token_ids=_TRIAL_IDS, model=piece.model)):
+        rest = _IN_EVENT[0] + middle + _IN_EVENT[1] + behind
+        trial = Piece(token_ids=_TRIAL_IDS, model=model)
+        if self._says(before + rest, trial):
             self._keep(before, middle, behind)
+            self._remember(before, rest, trial)
+
+    def _remember(self, before: bytes, rest: bytes, trial: Piece) -> None:
+        """Keep the form for later answers, if another answer's event of this form says the same."""
+        forms = self._forms
+        if forms is None or not forms.learns or len(before) > _FORM_BYTES_MAX or not self._before:
+            return
+        if self._says(_filled(_NAMES.split(before), *_OTHERS) + rest, trial):
+            forms.learn(self._key, _NAMES.split(self._before), self._middle, self._behind)
 
     def _says(self, event: bytes, piece: Piece) -> bool:
         try:
@@ -203,6 +347,17 @@ class Envelopes:
         if b"\n" in before or b"\n" in middle or b"\n" in behind:
             return  # Its data is several lines, which do not stand so in a block.
         self._before, self._middle, self._behind = self._prefix + before, middle, behind + b"\n\n"
+        self._form = None
+
+
+def _filled(
+    parts: list[bytes], string: bytes, number: bytes, *, plain: Callable[[bytes], bytes] = bytes
+) -> bytes:
+    """The parts that `_NAMES.split` made as one again, with others for the values."""
+    names = [string if part.startswith(b'"') else number for part in parts[2::3]]
+    made = [plain(part) for part in parts]
+    made[2::3] = names
+    return b"".join(made)
 
 
 def _piece_of(texts: list[str] | None) -> Piece | None:
@@ -235,9 +390,10 @@ def _ids_in(holes: list[bytes], middle: bytes) -> Piece | None:
         return None
     # In a text there is no `middle`: it has a quotation mark that would end it.
     found = _decode_ids(lines.replace(middle, b",["))
-    if len(found) != len(holes) or not all(ids for _, ids in found):
+    ids = [each for _, each in found]
+    if len(ids) != len(holes) or () in ids:
         return None
-    return Piece(token_ids=tuple(chain.from_iterable([ids for _, ids in found])))
+    return Piece(token_ids=tuple(chain.from_iterable(ids)))
 
 
 def text_in(hole: bytes) -> str | None:

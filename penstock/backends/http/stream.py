@@ -39,7 +39,7 @@ from penstock.backends.http.dialects.base import (
     error_of,
     said_in,
 )
-from penstock.backends.http.envelope import Envelopes
+from penstock.backends.http.envelope import BadEvent, Envelopes
 from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure
 from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, oddity, within
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
@@ -49,7 +49,6 @@ from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
 USAGE_WAIT_S = 2.0  # After the finish: how long its usage may take.
 _OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it.
-_BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class HttpStream:
@@ -79,9 +78,11 @@ class HttpStream:
         how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
         as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
-        self._tokenizer, self._pieces, self._holes, self._clock, self._owner, limits = context
+        self._tokenizer, self._pieces, self._holes, forms, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
-        self._envelopes = Envelopes(reader)
+        sampling = request.sampling
+        is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
+        self._envelopes = Envelopes(reader, forms if is_plain else None, model)
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
         self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
         self._error_bytes, self._events = limits.error_bytes_max, EventReader(limits.event_bytes_max)
@@ -196,22 +197,21 @@ class HttpStream:
             self._exchange.touch(num_events)
         try:
             # Before a stop string one by one: tokens behind it do not count.
-            if self._stop is None and self._has_output:
+            if self._has_output and self._stop is None and not self._said_before:
                 if num_events == 1 and self._chunks is None:
                     self._expect_chunks()
                 if (texts := self._envelopes.texts(block)) is not None:
-                    self._take_texts(texts[0] if len(texts) == 1 else "".join(texts), texts)
+                    self._take_texts(texts)
                     return
                 if (piece := self._envelopes.ids(block)) is not None:
                     self._take_alike(piece)
                     return
-            for found in self._envelopes.sort(block, joins=self._stop is None):
+            for piece in self._envelopes.read(block, joins=self._stop is None):
+                self._take(piece)
                 if self._done:
                     return
-                if isinstance(found, Piece):
-                    self._take_alike(found)
-                else:
-                    self._on_event(found)
+        except BadEvent as error:
+            self._corrupt(f"an event cannot be read: {error}")
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
 
@@ -282,45 +282,28 @@ class HttpStream:
 
     # --- events ----------------------------------------------------------------------------------------
 
-    def _on_event(self, event: bytes) -> None:
-        if event == b"[DONE]":
-            if self._finish is not None:
-                self._conclude()
-            return  # Without a finish, the end of the answer is judged.
-        try:
-            piece = self._reader.read(event)
-        except _BAD_EVENT as error:
-            self._corrupt(f"an event cannot be read: {error}")
-            return
-        self._take(piece)
-        self._envelopes.learn(event, piece)
-
     def _take_alike(self, piece: Piece) -> None:
-        """Nothing but ids, or text, of events like one that was looked at."""
-        if not (ids := piece.token_ids):
-            self._take_texts(piece.text, piece.parts or (piece.text,))
-        elif not self._done and self._finish is None:
-            count = self._count + len(ids)
-            is_plain = self._has_output and self._stop is None and not self._said_before
-            if is_plain and count <= self._request.sampling.max_tokens and self._stop_ids.isdisjoint(ids):
-                self._count = count
-                self._token_ids.extend(ids)
-                self._sink.on_delta(Delta(self._text_of(ids), ids))
-            else:
-                self._take(piece)
-
-    def _take_texts(self, text: str, texts: Sequence[str]) -> None:
-        """The same as text, which is that of one event or of several."""
+        """Nothing but ids, of events like one that was looked at."""
+        ids, count = piece.token_ids, self._count + len(piece.token_ids)
         if self._done or self._finish is not None:
             return
-        if self._stop is not None or self._said_before or not self._has_output:
-            self._take(Piece(text=text, parts=tuple(texts)))
-        elif text:
-            ids = self._pieces.of(text) if len(texts) == 1 else self._pieces.of_all(texts)
-            self._count += len(ids)
-            self._sink.on_delta(Delta(text, ids))
-            if self._count > self._text_tokens_max:
-                self._overran()
+        if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
+            self._take(piece)
+            return
+        self._count = count
+        self._token_ids.extend(ids)
+        self._sink.on_delta(Delta(self._text_of(ids), ids))
+
+    def _take_texts(self, texts: Sequence[str]) -> None:
+        """The same of texts."""
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        if self._done or self._finish is not None or not text:
+            return
+        ids = self._pieces.of(text) if len(texts) == 1 else self._pieces.of_all(texts)
+        self._count += len(ids)
+        self._sink.on_delta(Delta(text, ids))
+        if self._count > self._text_tokens_max:
+            self._overran()
 
     def _take(self, piece: Piece) -> None:
         """One event's meaning, in the order in which it matters."""

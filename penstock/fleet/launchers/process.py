@@ -168,8 +168,10 @@ class WorkerProcess:
         return memory.num_kills() > self._num_kills
 
     async def end(self, timeout_s: float) -> None:
-        """Make sure that it is gone: ask, then force; reap it and remove its socket."""
-        process, self._process = self._process, None
+        """Make sure that it is gone: ask, then force; reap it and remove its socket. The next call does the
+        rest of one that was cancelled.
+        """
+        process = self._process
         if process is None:
             return
         if process.returncode is None:
@@ -184,11 +186,13 @@ class WorkerProcess:
                     process.kill()
         self.exit_code = await process.wait()
         assert self._pump is not None
-        await self._pump
+        await asyncio.wait([self._pump])
+        self._pump.result()
         assert process.stdin is not None
         process.stdin.close()
         if isinstance(self.address, UnixAddress):
             Path(self.address.path).unlink(missing_ok=True)
+        self._process = None
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

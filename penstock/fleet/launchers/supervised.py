@@ -197,6 +197,8 @@ class SupervisedWorker:
             await asyncio.wait([self._supervisor], timeout=left_s)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
+        if self._process.pid is not None:  # It was cancelled while it cleared up behind an exit.
+            await self._process.end(TERMINATE_TIMEOUT_S)
         await self._process.close()
         self._down = WorkerStopped("the worker was stopped")
         self.backend.report(stage="stopped")

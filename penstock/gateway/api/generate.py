@@ -53,8 +53,7 @@ from penstock.gateway.relay.collect import ChatSink, PassedSink, ScoringSink, Wh
 from penstock.gateway.relay.relay import CompletionLogprobsSink, Echo, StreamReply, TextSink, annotated
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
-from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.flow import SLICE_TOKENS
+from penstock.policy.flow import SLICE_TOKENS, DowngradeReason
 from penstock.policy.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (
@@ -267,7 +266,7 @@ class Generate:
         have workers.
         """
         services = self._services
-        for name in services.gate.longer(
+        for name in services.admission.longer(
             model.name,
             tenant,
             hints.degrade,

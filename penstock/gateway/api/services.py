@@ -23,7 +23,7 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.admission.gate import Gate
+from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
@@ -207,7 +207,7 @@ def _flow(request: Request) -> _Flow:
     )  # fmt: skip
 
 
-class _Ended(msgspec.Struct, frozen=True):
+class _Ended(msgspec.Struct, frozen=True, gc=False):
     """A request that is over, as it is remembered: its description is made when it is asked for, which is
     rare beside requests.
     """
@@ -279,7 +279,7 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
-    gate: Gate
+    admission: AdmissionControl
     limiter: Limiter
     ask_store: Callable[[RequestFacts], Awaitable[None]] | None
     """Asks the store of shared limits for what a request needs and is not on lease here; None: there is no

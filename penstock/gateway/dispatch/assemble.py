@@ -27,8 +27,7 @@ from penstock.gateway.models.served import ServedModel, model_facts
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits, Spending
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.admission.admit import IDLE_FACTOR
-from penstock.policy.admission.gate import Gate
+from penstock.policy.admission.admit import IDLE_FACTOR, AdmissionControl
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
@@ -118,7 +117,7 @@ class GatewayPolicies:
     spending: Spending
     prices: PriceList
     ledger: Ledger
-    gate: Gate
+    admission: AdmissionControl
     explained: DecisionLog
     """Which worker got which of the last requests, and why."""
     kept: DecisionKeeper | None
@@ -243,7 +242,7 @@ def make_policies(
         spending=Spending(policies.budgets, limits.leases, ledger, clock=clock, log=log),
         prices=policies.prices,
         ledger=ledger,
-        gate=policies.gate,
+        admission=policies.admission,
         explained=placements.decisions,
         kept=kept,
     )

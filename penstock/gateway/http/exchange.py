@@ -30,7 +30,7 @@ import msgspec
 from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, LimitReached, Overloaded, WorkerUnavailable
 from penstock.gateway.http.terms import RelayTerms
-from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.flow import DowngradeReason
 from penstock.policy.request import Request
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody

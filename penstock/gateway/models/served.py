@@ -20,7 +20,7 @@ from penstock.config.routing import EnsembleConfig, RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, Unsupported, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.rollouts import RolloutTable
-from penstock.policy.admission.gate import ModelFacts
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.rollout.dealing import Assigned
 from penstock.policy.tenant import (

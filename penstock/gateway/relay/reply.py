@@ -17,7 +17,7 @@ from penstock.clock import Clock
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerError
 from penstock.gateway.http.exchange import Exchange, outcome_of
 from penstock.gateway.relay.race import Race, Racer
-from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.flow import DowngradeReason
 from penstock.policy.lifecycle.driver import may_try_again
 from penstock.policy.request import Request
 from penstock.protocol.stream import StreamHead

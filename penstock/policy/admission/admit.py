@@ -31,13 +31,21 @@ Pure and deterministic; the facts are handed in, and a fallback's are asked for 
 question.
 """
 
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
-from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, RouteTrouble, Shed
+from penstock.config.flow import QueueConfig
+from penstock.config.routing import AdmissionConfig, RoutingConfig, TtftTarget
+from penstock.errors import Overloaded, WorkerUnavailable
+from penstock.policy.admission.comebacks import RetryAfterSchedule
+from penstock.policy.admission.downgrade import BudgetDowngrade
+from penstock.policy.contracts import Look, ModelFacts, Pass, RouteLoad, RouteTrouble
+from penstock.policy.flow import Diverted, Refused, RequestFacts
+from penstock.policy.queueing.fair_queue import default_level, ordered_bands
 from penstock.policy.tenant import Degrade, Tenant, may_use_model
 
 IDLE_FACTOR = 2.5
@@ -95,35 +103,6 @@ class Promises:
         return Promise(round(ttft_ms * NS_PER_MS), round(tpot_ms * NS_PER_MS))
 
 
-class RetryAfterSchedule:
-    """The times for refused clients to come back: one after the other, not all at once.
-
-    By tenant, because one that hammers must not send all others away for a minute: what others have booked
-    delays a tenant's next promise to twice its own wait at most.
-    """
-
-    __slots__ = ("_kept", "_until", "_wait_ns_max")
-
-    def __init__(self, *, wait_ns_max: int, kept: int) -> None:
-        """`kept`: pairs of model and tenant that are remembered; over it the oldest is forgotten."""
-        self._wait_ns_max, self._kept = wait_ns_max, kept
-        self._until: dict[tuple[str, str], int] = {}
-
-    def book(self, now_ns: int, who: tuple[str, str], wait_ns: int, each_ns: int) -> int:
-        """When to come back, at least `wait_ns` from now; the next one comes `each_ns` later."""
-        everybody = (who[0], "\0")
-        others_ns = min(self._until.get(everybody, 0), now_ns + 2 * wait_ns)
-        at_ns = max(now_ns + wait_ns, self._until.get(who, 0), others_ns)
-        at_ns = min(at_ns, now_ns + self._wait_ns_max)
-        assert now_ns <= at_ns, "no client is asked to have come before"
-        for key in (who, everybody):
-            self._until.pop(key, None)  # To the end: the oldest is dropped first.
-            self._until[key] = at_ns + each_ns
-        while len(self._until) > self._kept:
-            del self._until[next(iter(self._until))]
-        return at_ns
-
-
 QUEUE_SHARE = 0.25
 """Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for
 long prompts as for short ones, whose promises differ: else long ones would be all that is left of a long
@@ -144,84 +123,126 @@ proportion where some are: its queue is full again at once, so a shorter wait co
 of the promise to its workers. A band that can be served keeps its whole wait."""
 _REFUSED = 64
 """The refused part of a band follows its last so many requests."""
-_AT_ONCE = Admit()
+_AT_ONCE = Pass()
 PREFER_FRACTION, PREFER_SAVES_MS = 0.5, 200.0
 """`prefer` diverts when the smaller model's first token is expected within this share of the larger one's
 time, and when that saves at least so much."""
 RETRY_AFTER_MAX_S, RETRY_AFTER_DEFAULT_S = 60.0, 2.0
 """The second is for refused clients while nothing is known of how fast the queue drains."""
+TERMS_KEPT = 1024
+"""Pairs of band and tier whose promises are kept as reckoned."""
 RETRIES_KEPT = 4096
 """Tenants and models whose promised times to come back are kept, so that those do not all come back at
 once."""
 
 
-class _Verdict(msgspec.Struct, frozen=True):
-    """Whether one model would do."""
+_ShedReason = Literal["slo", "queue_full", "busy", "asleep"]
+_WHY: Mapping[_ShedReason, str] = {
+    "queue_full": "its queue is full",
+    "slo": "it could not answer in time",
+    "busy": "its workers have no room",
+    "asleep": "it is asleep, and could not be woken in time",
+}
 
-    fits: bool
-    why: Literal["slo", "queue_full"] = "slo"
-    is_proven: bool = True
-    """That it does not fit is more than an estimate from a quiet time: requests did leave the queue too late
-    to be started."""
-    promised_ns: int = 0
-    """By when the first token is due; 0: at no certain time."""
-    start_by_ns: int = 0
-    """When a start would be too late for that; 0: never."""
-    wait_max_ns: int = 0
+
+class _Terms(msgspec.Struct, frozen=True, gc=False):
+    """How requests of one band and tier are promised their first token, and how long they may wait."""
+
+    band: str
+    """The one that the queue would use."""
+    is_protected: bool
+    """The band waits rather than be degraded."""
+    queue_wait_max_ns: int
+    """The longest that the queue keeps one; 0: no bound."""
+    ttft_ns: int
+    """The promise as configured; 0: none."""
+    wait_ns: int
+    """Of the promise, what one may wait for its start."""
+    quiet_wait_ns: int
+    """The same while none of its band was too late for a while, at most."""
+
+
+class _Unfit(msgspec.Struct, frozen=True, gc=False):
+    """A model that does not answer the request in time, or has no place for it in its queue."""
+
+    why: Literal["slo", "queue_full"]
+    is_proven: bool
+    """It is more than an estimate from a quiet time: requests did leave the queue too late to be started."""
+    wait_max_ns: int
     """The limit that its wait was compared with; 0: nothing."""
+    let_in: Pass
+    """How it is let in all the same."""
 
 
 class AdmissionControl:
-    """Decides, and remembers when refused clients are to come back."""
+    """See `contracts.Admission`. Decides, and remembers when refused clients are to come back."""
 
-    __slots__ = ("_comebacks", "_promises", "_refused", "_routes")
+    __slots__ = (
+        "_chains", "_comebacks", "_default", "_facts", "_promises", "_protected", "_refused", "_routes",
+        "_terms", "_thrift", "_timeouts", "_waits_for_worker",
+    )  # fmt: skip
 
-    def __init__(self, config: AdmissionConfig, routes: tuple[ModelRoute, ...]) -> None:
-        """`routes` without loops: the configuration is checked for them."""
-        self._promises = Promises(config)
-        self._routes = {route.model: route for route in routes}
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        routing: RoutingConfig,
+        queue: QueueConfig,
+        facts: Callable[[str], ModelFacts | None],
+        thrift: BudgetDowngrade | None = None,
+    ) -> None:
+        """Fallbacks of `routing` without loops: the configuration is checked for them. `facts` tells of a
+        model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks.
+        """
+        self._promises, self._facts = Promises(config), facts
+        self._routes = {route.model: route for route in routing.models}
+        self._chains = {name: chain for name in self._routes if (chain := self._chain(name))}
+        self._thrift = thrift if self._chains else None
+        self._waits_for_worker = queue.no_worker_wait_s > 0
+        bands = ordered_bands(queue.bands)
+        self._default = bands[default_level(bands)].name
+        self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in bands}
+        self._protected = {band.name for band in bands if band.protected}
+        self._terms: dict[tuple[str, str], _Terms] = {}
         self._comebacks = RetryAfterSchedule(
             wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT
         )
         self._refused: dict[tuple[str, str], float] = {}
         """By model and band, the refused part of the last requests; protected bands only."""
 
-    def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
-        """Admit, divert or shed. O(1) where the request starts at once, else O(fallbacks)."""
-        route, degrade = facts.requested, _degrade_of(facts)
-        may_divert = degrade != "never"
-        if not route.ready:
-            if route.wake_ns and not route.is_full:
-                return self._asleep(facts, may_divert=may_divert)
-            return self._without_worker(facts, may_divert=may_divert)
-        if route.trouble is not None and route.trouble.why:
-            decided = self._in_trouble(facts, route.trouble, may_divert=may_divert)
-            if decided is not None:
-                return decided
-        if facts.is_cheaper is not None and may_divert:
-            for found in self._fallbacks(facts):
-                if facts.is_cheaper(found.model) and self._judge(facts, found).fits:
-                    return Divert(found.model, "budget")
-        verdict = self._judge(facts, route)
-        if not verdict.fits:
-            why = "slo" if verdict.why == "slo" else "queue_depth"
-            found = self._first_that_fits(facts) if may_divert else None
-            if found:
-                return Divert(found.model, why)
+    def decide(self, now_ns: int, facts: RequestFacts, look: Look) -> Pass | Diverted | Refused:
+        """Let it in, send it on, or turn it away. O(1) where it starts at once, else O(fallbacks)."""
+        load, degrade = look(facts.route), self._degrade_of(facts)
+        if not load.ready:
+            if load.wake_ns and not load.is_full:
+                return self._asleep(facts, load, look, degrade)
+            return self._without_worker(facts, load, look)
+        trouble, decided = load.trouble, None
+        if trouble is not None and trouble.why:
+            decided = self._in_trouble(now_ns, facts, load, look, trouble)
+        if decided is None and self._thrift is not None and degrade != "never":
+            decided = self._cheaper(now_ns, facts, look, self._thrift)
+        if decided is not None:
+            return decided
+        verdict = self._judge(facts, load)
+        if isinstance(verdict, _Unfit):
+            if (found := self._first_that_fits(facts, look)) is not None:
+                return Diverted(facts.id, found.route, "slo" if verdict.why == "slo" else "queue_depth")
             if verdict.is_proven:
-                return self._shed(now_ns, facts, verdict)
-        if facts.is_protected and self._refused:
-            self._count(facts, refused=0.0)
-        if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
-            may_divert = False
-        if may_divert and degrade == "prefer" and (sooner := self._much_sooner(facts)):
+                return self._shed(now_ns, facts, load, verdict)
+            verdict = verdict.let_in
+        if self._refused and (terms := self._terms_of(facts.tenant)).is_protected:
+            self._count(facts.route, terms.band, refused=0.0)
+        if degrade == "never" or facts.diverted:
+            return verdict  # One that was sent here, and here it fits, goes no further down.
+        sooner = self._much_sooner(facts, load, look) if degrade == "prefer" else None
+        if sooner is not None:
             return sooner
-        expected_ns = _expected_ns(route) if route.has_ahead else 0
         # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.
-        is_strict = route.trouble is not None and may_divert and self._first_that_fits(facts) is not None
-        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns, is_strict)
+        if trouble is not None and self._first_that_fits(facts, look) is not None:
+            return msgspec.structs.replace(verdict, is_strict=True)
+        return verdict
 
-    def refuses_any(self, now_ns: int, facts: AdmitFacts) -> Shed | None:
+    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Look) -> Refused | None:
         """The refusal of a request whose prompt is not known yet (`facts` say that it has none), if `decide`
         refuses it with any prompt; else None, and nothing has changed.
 
@@ -229,162 +250,230 @@ class AdmissionControl:
         compared with, are the same, or its own computation makes them worse. So a refusal under overload
         needs no prompt to be rendered and tokenized, which costs more than everything else about it.
         """
-        route = facts.requested
-        is_troubled = route.trouble is not None and route.trouble.why
-        may_divert = _degrade_of(facts) != "never"
-        if not route.ready or is_troubled or (may_divert and facts.is_cheaper is not None):
+        load = look(facts.route)
+        if not load.ready or (load.trouble is not None and load.trouble.why):
             return None
-        verdict = self._judge(facts, route)
-        if verdict.fits or not verdict.is_proven:
+        saves = self._thrift is not None and self._thrift.cheaper_for(now_ns, facts) is not None
+        if saves and self._degrade_of(facts) != "never":
+            return None
+        verdict = self._judge(facts, load)
+        if not isinstance(verdict, _Unfit) or not verdict.is_proven:
             return None
         # A prompt that does not fit this model may be sent to a longer one, which then is the one asked for.
-        others = [self._judge(facts, each) for each in self._fallbacks(facts)] if may_divert else []
-        if any(each.fits or not each.is_proven for each in others):
-            return None
-        return self._shed(now_ns, facts, verdict)
+        for each in self._fallbacks(facts, look):
+            other = self._judge(facts, each)
+            if not isinstance(other, _Unfit) or not other.is_proven:
+                return None
+        return self._shed(now_ns, facts, load, verdict)
 
-    def _count(self, facts: AdmitFacts, *, refused: float) -> None:
-        key = facts.requested.model, facts.band
-        before = self._refused.get(key, 0.0)
-        self._refused[key] = before + (refused - before) / _REFUSED
-
-    def elsewhere(self, facts: AdmitFacts) -> str:
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Look) -> str:
         """The first fallback that would answer in time, where that is allowed; empty: none."""
-        found = self._first_that_fits(facts) if _degrade_of(facts) != "never" else None
-        return found.model if found is not None else ""
+        found = self._first_that_fits(facts, look)
+        return "" if found is None else found.route
 
-    def _in_trouble(self, facts: AdmitFacts, trouble: RouteTrouble, *, may_divert: bool) -> Decision | None:
-        """None of its workers may be used. None: it is let in all the same, if it would be otherwise."""
-        assert trouble.why, "most is not all"
-        found = self._first_that_fits(facts) if may_divert else None
-        if found is not None:
-            return Divert(found.model, trouble.why)
-        route, wait_max_ns = facts.requested, self._times(facts, facts.requested)[2]
-        if trouble.why == "busy" and 0 < wait_max_ns < route.back_ns:
-            return Shed(429, route.back_ns, "busy")
-        return None
+    def longer(
+        self,
+        route: str,
+        tenant: Tenant,
+        degrade: Degrade | None,
+        *,
+        needs_tools: bool,
+        adapter: str,
+        needs: frozenset[str],
+    ) -> list[str]:
+        """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in
+        order. None if it may not be answered by another one.
+        """
+        mine = self._facts(route)
+        if mine is None or effective_degrade(degrade, tenant) == "never":
+            return []
 
-    def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
-        promised_ns, start_by_ns, wait_max_ns = self._times(facts, route)
-        if route.is_full:
-            return _Verdict(fits=False, why="queue_full", wait_max_ns=wait_max_ns)
+        def is_longer(model: str) -> bool:
+            facts = self._facts(model)
+            return (
+                facts is not None
+                and facts.can_serve(adapter, needs)
+                and facts.max_model_len > mine.max_model_len
+            )
+
+        return [m for m in self._chain_for(tenant, route, needs_tools=needs_tools) if is_longer(m)]
+
+    def _judge(self, facts: RequestFacts, load: RouteLoad) -> Pass | _Unfit:
+        """Whether one model would do, and by when."""
+        due_ns, start_by_ns, wait_max_ns = self._times(facts, load)
+        ahead = load.requests_ahead > 0
+        let_in = Pass(load.wait_ns + load.start_ns if ahead else 0, due_ns, start_by_ns)
+        if load.is_full:
+            return _Unfit("queue_full", is_proven=True, wait_max_ns=wait_max_ns, let_in=let_in)
         # With nothing ahead refusing it would help no other request.
-        fits = not route.has_ahead or not wait_max_ns or route.wait_ns <= wait_max_ns
-        is_proven = route.is_late or facts.max_wait_ns > 0 or not promised_ns
-        return _Verdict(
-            fits=fits,
-            is_proven=is_proven,
-            promised_ns=promised_ns,
-            start_by_ns=start_by_ns,
-            wait_max_ns=wait_max_ns,
-        )
+        if not ahead or not wait_max_ns or load.wait_ns <= wait_max_ns:
+            return let_in
+        is_proven = load.is_late or facts.first_token_ns > 0 or not due_ns
+        return _Unfit("slo", is_proven, wait_max_ns, let_in)
 
-    def _times(self, facts: AdmitFacts, route: Candidate) -> tuple[int, int, int]:
+    def _times(self, facts: RequestFacts, load: RouteLoad) -> tuple[int, int, int]:
         """In nanoseconds: when the first token is due, when a start is too late for that, and the longest
         wait that is let in.
         """
-        promise = self._promises.of(tier=facts.tenant.tier, band=facts.band)
-        due_ns = facts.max_wait_ns
-        if not due_ns and promise.ttft_ns:  # `promise.on`, without a struct for each request.
-            due_ns = max(promise.ttft_ns, round(IDLE_FACTOR * route.idle_ttft_ns))
-        if not due_ns:
-            return 0, 0, facts.queue_wait_max_ns
-        # Half of what a worker may be busy with is what it is busy with on average.
-        spare_ns = due_ns - route.start_ns - route.backlog_ns // 2
-        if facts.max_wait_ns:
-            start_by_ns = max(round(QUEUE_SHARE * due_ns), spare_ns)
-        else:
-            share = QUEUE_SHARE
-            if facts.is_protected:
-                refused = self._refused.get((route.model, facts.band), 0.0) if self._refused else 0.0
-                share = PROTECTED_SHARE - CROWDED_SHARE * refused
-            start_by_ns = round(share * promise.ttft_ns)
-            if not route.is_late:
+        terms = self._terms_of(facts.tenant)
+        queue_wait_max_ns = facts.max_wait_ns or terms.queue_wait_max_ns
+        if due_ns := facts.first_token_ns:
+            # Half of what a worker may be busy with is what it is busy with on average.
+            start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - load.start_ns - load.backlog_ns // 2)
+        elif terms.ttft_ns:  # `Promise.on`, without a struct for each request.
+            due_ns = max(terms.ttft_ns, round(IDLE_FACTOR * load.idle_ttft_ns))
+            start_by_ns = terms.wait_ns
+            if self._refused and terms.is_protected:
+                refused = self._refused.get((load.route, terms.band), 0.0)
+                start_by_ns = round((PROTECTED_SHARE - CROWDED_SHARE * refused) * terms.ttft_ns)
+            if not load.is_late:
                 # By its own promise only where it is next: else long prompts would crowd out short ones.
-                whole_ns = promise.ttft_ns if route.has_ahead else due_ns
-                start_by_ns = max(start_by_ns, min(spare_ns, round(QUIET_SHARE * whole_ns)))
+                quiet_ns = terms.quiet_wait_ns if load.requests_ahead else round(QUIET_SHARE * due_ns)
+                spare_ns = due_ns - load.start_ns - load.backlog_ns // 2
+                start_by_ns = max(start_by_ns, min(spare_ns, quiet_ns))
+        else:
+            return 0, 0, queue_wait_max_ns
         start_by_ns = max(1, start_by_ns)
-        share = 1.0 if facts.is_protected else LET_IN_SHARE
-        wait_max_ns = max(1, round(share * start_by_ns))
+        wait_max_ns = start_by_ns if terms.is_protected else max(1, round(LET_IN_SHARE * start_by_ns))
         assert 0 < wait_max_ns <= start_by_ns, "who waits as long as may be starts in time"
-        return due_ns, start_by_ns, _least(wait_max_ns, facts.queue_wait_max_ns)
+        return due_ns, start_by_ns, _least(wait_max_ns, queue_wait_max_ns)
 
-    def _first_that_fits(self, facts: AdmitFacts) -> Candidate | None:
-        return next((found for found in self._fallbacks(facts) if self._judge(facts, found).fits), None)
-
-    def _fallbacks(self, facts: AdmitFacts) -> list[Candidate]:
-        """The chain of smaller models, without those that cannot do what the request needs."""
-        found: list[Candidate] = []
-        for model in self.chain(facts.tenant, facts.requested.model, needs_tools=facts.needs_tools):
-            candidate = facts.candidate(model) if model not in facts.tried else None
-            if candidate is not None and _is_able(candidate) and _holds(candidate):
-                found.append(candidate)
+    def _terms_of(self, tenant: Tenant) -> _Terms:
+        found = self._terms.get((tenant.band, tenant.tier))
+        if found is None:
+            if len(self._terms) >= TERMS_KEPT:  # Tenants come and go with reloads.
+                self._terms.clear()
+            found = self._terms[tenant.band, tenant.tier] = self._made_terms(tenant)
         return found
 
-    def chain(self, tenant: Tenant, model: str, *, needs_tools: bool) -> list[str]:
+    def _made_terms(self, tenant: Tenant) -> _Terms:
+        band = tenant.band if tenant.band in self._timeouts else self._default
+        is_protected = band in self._protected
+        ttft_ns = self._promises.of(tier=tenant.tier, band=band).ttft_ns
+        share = PROTECTED_SHARE if is_protected else QUEUE_SHARE
+        times = round(share * ttft_ns), round(QUIET_SHARE * ttft_ns)
+        return _Terms(band, is_protected, self._timeouts[band], ttft_ns, *times)
+
+    def _degrade_of(self, facts: RequestFacts) -> Degrade:
+        """The mode in effect; "never" where there is no fallback."""
+        return effective_degrade(facts.degrade, facts.tenant) if facts.route in self._chains else "never"
+
+    def _first_that_fits(self, facts: RequestFacts, look: Look) -> RouteLoad | None:
+        fallbacks = self._fallbacks(facts, look)
+        return next((each for each in fallbacks if isinstance(self._judge(facts, each), Pass)), None)
+
+    def _fallbacks(self, facts: RequestFacts, look: Look) -> Iterator[RouteLoad]:
+        """The chain of smaller models, where the request may be sent on: without those that cannot do what it
+        needs, that it does not fit, or that have no worker to use.
+        """
+        if self._degrade_of(facts) == "never":
+            return
+        tried = facts.requested_model if facts.diverted else None
+        tokens = facts.context_tokens or facts.prompt_tokens
+        for model in self._chain_for(facts.tenant, facts.route, needs_tools=facts.needs_tools):
+            served = self._facts(model) if model != tried else None
+            if served is None or not served.can_serve(facts.adapter, facts.needs):
+                continue
+            if not served.max_model_len or tokens <= served.max_model_len:
+                load = look(model)
+                if load.ready > 0 and (load.trouble is None or not load.trouble.why):
+                    yield load
+
+    def _chain_for(self, tenant: Tenant, model: str, *, needs_tools: bool) -> Iterator[str]:
         """The model's fallbacks in order: those that the tenant may use, and that have its tools and may have
         its data.
         """
+        for name in self._chains.get(model, ()):
+            route = self._routes.get(name)
+            if (route is None or route.tools or not needs_tools) and may_use_model(tenant, name):
+                yield name
+
+    def _chain(self, model: str) -> tuple[str, ...]:
+        """Its fallbacks that may have its data, whoever asks."""
         found, data = list[str](), self._data(model)
         for _ in range(len(self._routes)):
-            model = self._next(model)
-            if not model:
-                break
             route = self._routes.get(model)
-            has_tools = route is None or route.tools or not needs_tools
-            if has_tools and data <= self._data(model) and may_use_model(tenant, model):
+            if route is None or not route.fallback:
+                break
+            model = route.fallback
+            if data <= self._data(model):
                 found.append(model)
-        return found
+        return tuple(found)
 
     def _data(self, model: str) -> frozenset[str]:
         route = self._routes.get(model)
         return frozenset(route.data) if route else frozenset()
 
-    def _next(self, model: str) -> str:
-        route = self._routes.get(model)
-        return route.fallback if route else ""
-
-    def _much_sooner(self, facts: AdmitFacts) -> Divert | None:
-        """A fallback that answers in a fraction of the time: only where both times are known."""
-        mine_ns = _expected_ns(facts.requested)
-        limit_ns = min(mine_ns * PREFER_FRACTION, mine_ns - PREFER_SAVES_MS * NS_PER_MS)
-        for candidate in self._fallbacks(facts):
-            if not candidate.is_full and 0 < _expected_ns(candidate) <= limit_ns:
-                return Divert(candidate.model, "slo")
+    def _cheaper(
+        self, now_ns: int, facts: RequestFacts, look: Look, thrift: BudgetDowngrade
+    ) -> Diverted | None:
+        """A fallback that costs less and answers in time, if its tenant is to save."""
+        is_cheaper = thrift.cheaper_for(now_ns, facts)
+        if is_cheaper is None:
+            return None
+        for found in self._fallbacks(facts, look):
+            if is_cheaper(found.route) and isinstance(self._judge(facts, found), Pass):
+                return Diverted(facts.id, found.route, "budget")
         return None
 
-    def _asleep(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
+    def _much_sooner(self, facts: RequestFacts, load: RouteLoad, look: Look) -> Diverted | None:
+        """A fallback that answers in a fraction of the time: only where both times are known."""
+        mine_ns = load.wait_ns + load.start_ns
+        limit_ns = min(mine_ns * PREFER_FRACTION, mine_ns - PREFER_SAVES_MS * NS_PER_MS)
+        for found in self._fallbacks(facts, look):
+            if not found.is_full and 0 < found.wait_ns + found.start_ns <= limit_ns:
+                return Diverted(facts.id, found.route, "slo")
+        return None
+
+    def _in_trouble(
+        self, now_ns: int, facts: RequestFacts, load: RouteLoad, look: Look, trouble: RouteTrouble
+    ) -> Diverted | Refused | None:
+        """None of its workers may be used. None: it is let in all the same, if it would be otherwise."""
+        assert trouble.why, "most is not all"
+        if other := self.elsewhere(now_ns, facts, look):
+            return Diverted(facts.id, other, trouble.why)
+        wait_max_ns, back_ns = self._times(facts, load)[2], max(1, trouble.back_ns - now_ns)
+        if trouble.why == "busy" and 0 < wait_max_ns < back_ns:
+            return _refused(facts, "busy", back_ns)
+        return None
+
+    def _asleep(
+        self, facts: RequestFacts, load: RouteLoad, look: Look, degrade: Degrade
+    ) -> Pass | Diverted | Refused:
         """A request for this model waits until it is awake, unless it says itself how long it waits: promises
         are those of models that are awake.
         """
-        route, due_ns = facts.requested, facts.max_wait_ns
-        expected_ns = route.wake_ns + route.start_ns
+        due_ns, expected_ns = facts.first_token_ns, load.wake_ns + load.start_ns
         is_late = 0 < due_ns < expected_ns
-        may_divert &= is_late or _degrade_of(facts) == "prefer"
-        if may_divert and (found := self._first_that_fits(facts)):
-            return Divert(found.model, "unavailable")
-        if is_late:
-            return Shed(429, route.wake_ns, "asleep")
-        return Admit(expected_ns, due_ns)
+        if (is_late or degrade == "prefer") and (found := self._first_that_fits(facts, look)) is not None:
+            return Diverted(facts.id, found.route, "unavailable")
+        return _refused(facts, "asleep", load.wake_ns) if is_late else Pass(expected_ns, due_ns)
 
-    def _without_worker(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
-        if facts.waits_for_worker and facts.is_protected and not facts.requested.is_full:
+    def _without_worker(self, facts: RequestFacts, load: RouteLoad, look: Look) -> Pass | Diverted | Refused:
+        waits = self._waits_for_worker and not load.is_full
+        if waits and self._terms_of(facts.tenant).is_protected:
             return _AT_ONCE
-        if may_divert and (found := self._first_that_fits(facts)):
-            return Divert(found.model, "unavailable")
-        if facts.waits_for_worker and not facts.requested.is_full:
+        if (found := self._first_that_fits(facts, look)) is not None:
+            return Diverted(facts.id, found.route, "unavailable")
+        if waits:
             return _AT_ONCE
-        return Shed(503, round(RETRY_AFTER_DEFAULT_S * NS_PER_S), "no_worker")
+        return Refused(
+            facts.id, "admission", WorkerUnavailable(f"The model '{facts.route}' has no worker now.")
+        )
 
-    def _shed(self, now_ns: int, facts: AdmitFacts, verdict: _Verdict) -> Shed:
-        route = facts.requested
-        if facts.is_protected:
-            self._count(facts, refused=1.0)
-        each_ns = route.each_ns or round(RETRY_AFTER_DEFAULT_S * NS_PER_S)
-        wait_ns = max(each_ns, route.wait_ns - verdict.wait_max_ns)
-        at_ns = self._comebacks.book(now_ns, (route.model, facts.tenant.id), wait_ns, each_ns)
+    def _shed(self, now_ns: int, facts: RequestFacts, load: RouteLoad, verdict: _Unfit) -> Refused:
+        terms = self._terms_of(facts.tenant)
+        if terms.is_protected:
+            self._count(facts.route, terms.band, refused=1.0)
+        each_ns = load.each_ns or round(RETRY_AFTER_DEFAULT_S * NS_PER_S)
+        wait_ns = max(each_ns, load.wait_ns - verdict.wait_max_ns)
+        at_ns = self._comebacks.book(now_ns, (load.route, facts.tenant.id), wait_ns, each_ns)
         assert at_ns > now_ns, "who is turned away is to come later"
-        return Shed(429, at_ns - now_ns, verdict.why)
+        return _refused(facts, verdict.why, at_ns - now_ns)
+
+    def _count(self, route: str, band: str, *, refused: float) -> None:
+        before = self._refused.get((route, band), 0.0)
+        self._refused[route, band] = before + (refused - before) / _REFUSED
 
 
 def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
@@ -394,26 +483,16 @@ def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
     return tenant.degrade if asked is None or tenant.degrade == "never" else asked
 
 
-def _degrade_of(facts: AdmitFacts) -> Degrade:
-    return effective_degrade(facts.degrade, facts.tenant)
-
-
-def _is_able(candidate: Candidate) -> bool:
-    """Whether it has a worker that may be used."""
-    return candidate.ready > 0 and (candidate.trouble is None or not candidate.trouble.why)
-
-
-def _holds(candidate: Candidate) -> bool:
-    """Whether the request fits the model's context and finds its adapter."""
-    fits = not candidate.max_model_len or candidate.context_tokens <= candidate.max_model_len
-    return fits and candidate.can_serve
-
-
 def _least(one: int, other: int) -> int:
     """The smaller bound; 0 is none."""
     return min(one, other) if one and other else one or other
 
 
-def _expected_ns(candidate: Candidate) -> int:
-    """To its first token."""
-    return candidate.wait_ns + candidate.start_ns
+def _refused(facts: RequestFacts, why: _ShedReason, retry_after_ns: int) -> Refused:
+    """Come back then."""
+    seconds = retry_after_ns / NS_PER_S
+    error = Overloaded(
+        f"The model '{facts.route}' is busy: {_WHY[why]}. Try again in {max(1, math.ceil(seconds))} s.",
+        retry_after_s=seconds,
+    )
+    return Refused(facts.id, "admission", error)

@@ -203,10 +203,12 @@ class FirstTokens:
         assert ttft_ns >= 0, ttft_ns
         if self._num_silent:
             self._num_silent.pop((route, worker), None)
-        bound_ns = self.bound_ns(route, worker, prompt_tokens)
-        if bound_ns and ttft_ns > bound_ns and self._usual_us(route, worker, prompt_tokens)[1]:
-            self.gave_up(route, worker, prompt_tokens, ttft_ns)  # Nowhere else took it: as slow all the same.
-            return
+        if ttft_ns > FIRST_MIN_NS:  # As hardly ever: none is given up sooner where something is known.
+            bound_ns = self.bound_ns(route, worker, prompt_tokens)
+            if bound_ns and ttft_ns > bound_ns and self._usual_us(route, worker, prompt_tokens)[1]:
+                # Nowhere else took it: as slow all the same.
+                self.gave_up(route, worker, prompt_tokens, ttft_ns)
+                return
         key = (route, worker, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerError, WorkerUnavailable
-from penstock.policy.contracts import Pass, RouteLoad
+from penstock.policy.contracts import Look, Pass
 from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.extras.hooks import AttemptClock, Hooks
 from penstock.policy.extras.quarantine import CrashQuarantine
@@ -40,7 +40,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.request import Action, Evict, Request, Settled, charge, request_of, victims, work_of
+from penstock.policy.request import Action, Evict, Request, Settled, charge, request_of, victims
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -61,8 +61,7 @@ class FlowControl:
 
     def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
         self._config, self._policies = queue_terms(config), policies or Policies()
-        self._accounts = Accounts(self._policies)
-        self._requests: dict[RequestId, Request] = {}
+        self._accounts, self._requests = Accounts(self._policies), dict[RequestId, Request]()
         self.request = self._requests.get
         """A request that was accepted and has not ended."""
         self._fallbacks = Fallbacks(
@@ -120,14 +119,13 @@ class FlowControl:
             return verdict
         if not (self._config.no_worker_wait_s or model_queue.workers.num_ready or model_queue.wake_ns):
             return Refused(facts.id, "no_worker", _no_worker(facts.route))
-        holds = self._accounts.open(now_ns, facts)
-        if isinstance(holds, Refused):
-            return holds
+        request = request_of(facts, now_ns, model_queue, verdict)
+        if (refused := self._accounts.open(now_ns, request)) is not None:
+            return refused
         if facts.first_token_ns and not self._has_clock:
             self._use_clock()
-        request = request_of(facts, now_ns, model_queue, holds, verdict)
         if isinstance(dropped := model_queue.queue.push(now_ns, request), Full):
-            self._accounts.undo(now_ns, facts, holds)
+            self._accounts.undo(now_ns, request)
             return Refused(facts.id, "queue", model_queue.overloaded(dropped))
         self._requests[facts.id] = request
         if facts.adapter:
@@ -160,7 +158,7 @@ class FlowControl:
             return False
         request = self._requests[facts.id]
         request.attempts_elsewhere = request.attempts
-        self._advance(now_ns, self._requests[facts.id], Event.MOVE, Change(moved=moved))
+        self._advance(now_ns, request, Event.MOVE, Change(moved=moved))
         return True
 
     def stay(self, request_id: RequestId) -> None:
@@ -211,8 +209,8 @@ class FlowControl:
             model_queue.begin(now_ns, request.worker, request.hedge_booked or request)
             for first_output in self._hooks.first_output:
                 first_output(now_ns, request)
-            took_ns = now_ns - request.dispatched_ns
-            self._policies.health.began(now_ns, model_queue.route, request.worker, took_ns)
+            ttft_ns = now_ns - request.dispatched_ns
+            self._policies.health.began(now_ns, model_queue.route, request.worker, ttft_ns)
             self._dirty[model_queue.route] = model_queue
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
@@ -334,7 +332,7 @@ class FlowControl:
     @property
     def is_due(self) -> bool:
         """Whether `dispatch` has something to do now: what changed where nothing waits needs no look."""
-        return bool(self._pending) or any(each.needs_look for each in self._dirty.values())
+        return bool(self._pending) or True in [each.needs_look for each in self._dirty.values()]
 
     def next_ns(self, now_ns: int) -> int | None:
         """When `dispatch` must be called if nothing happens until then; not before `now_ns`.
@@ -384,11 +382,8 @@ class FlowControl:
             )
         return model_queue
 
-    def _look(self, now_ns: int, facts: RequestFacts) -> Callable[[str], RouteLoad]:
-        def look(route: str) -> RouteLoad:
-            return self._model_queue(now_ns, route).load(now_ns, work_of(facts, now_ns, 0))
-
-        return look
+    def _look(self, now_ns: int, facts: RequestFacts) -> Look:
+        return lambda route: self._model_queue(now_ns, route).load(now_ns, facts)
 
     def _booked_as(self, name: RequestId) -> Request:
         """The request that is booked at a worker under a name."""

@@ -15,9 +15,9 @@ from penstock.policy.contracts import (
     Lengths,
     Levels,
     Limits,
+    Look,
     Pass,
     Prices,
-    RouteLoad,
     TokenHold,
 )
 from penstock.policy.extras.hedging import Hedges
@@ -26,26 +26,11 @@ from penstock.policy.flow import SLICE_TOKENS, RequestFacts
 from penstock.policy.placement.pick import least_loaded
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
+from penstock.policy.request import NO_TOKENS
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
-
-class _NoTokenHold:
-    """Holds nothing. One object is enough for all requests."""
-
-    __slots__ = ()
-
-    def renew(self, now_ns: int, num_output_tokens: int) -> None:
-        del now_ns, num_output_tokens
-
-    def settle(self, now_ns: int, actual_tokens: int) -> None:
-        del now_ns, actual_tokens
-
-    def undo(self, now_ns: int) -> None:
-        del now_ns
-
-
-NO_TOKENS, _PASS = _NoTokenHold(), Pass()
+_PASS = Pass()
 _NO_WORKERS = frozenset[WorkerId]()
 
 
@@ -123,16 +108,16 @@ class AdmitAll:
 
     __slots__ = ()
 
-    def decide(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> Pass:
+    def decide(self, now_ns: int, facts: RequestFacts, look: Look) -> Pass:
         """Yes."""
         del now_ns, facts, look
         return _PASS
 
-    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> None:
+    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Look) -> None:
         """No."""
         del now_ns, facts, look
 
-    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Look) -> str:
         """Nowhere."""
         del now_ns, facts, look
         return ""

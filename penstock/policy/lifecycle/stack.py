@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.config.tree import Config
-from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.admission.downgrade import BudgetDowngrade
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.estimates import OutputLengths
 from penstock.policy.extras.hedging import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
@@ -31,7 +33,7 @@ class PolicyStack:
     """The policies for the requests of one gateway."""
 
     control: FlowControl
-    gate: Gate
+    admission: AdmissionControl
     limiter: Limiter
     budgets: TenantBudgets
     prices: PriceList
@@ -65,11 +67,12 @@ def build_policies(
     """
     prices = PriceList(config.prices)
     budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns, leases=leases)
-    gate = Gate(config.admission, config.routing, config.queue, facts, BudgetDowngrade(budgets, prices))
+    thrift = BudgetDowngrade(budgets, prices)
+    admission = AdmissionControl(config.admission, config.routing, config.queue, facts, thrift)
     health = FleetHealth(config.health, random)
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
     policies = Policies(
-        admission=gate,
+        admission=admission,
         limits=limiter,
         levels=LimitLevels(limiter),
         budgets=budgets,
@@ -85,7 +88,7 @@ def build_policies(
     )
     return PolicyStack(
         control=FlowControl(config.queue, policies),
-        gate=gate,
+        admission=admission,
         limiter=limiter,
         budgets=budgets,
         prices=prices,

@@ -21,12 +21,12 @@ from typing import cast
 import msgspec
 
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
-from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.contracts import Health, Pass, Refusal, RouteLoad, TokenHold
+from penstock.policy.contracts import Health, Look, Pass, Refusal, TokenHold
 from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
     Diverted,
+    DowngradeReason,
     Event,
     FallBack,
     Outcome,
@@ -36,21 +36,12 @@ from penstock.policy.flow import (
     State,
     Step,
 )
-from penstock.policy.lifecycle.policies import NO_TOKENS, Policies
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.request import Holds, Request, Settled, blocks_of, charge, charge_matched, count, work_of
+from penstock.policy.request import Request, Settled, blocks_of, charge, charge_matched, count, request_of
 from penstock.types import RequestId, Usage
-
-
-class Moved(msgspec.Struct, frozen=True, gc=False):
-    """A waiting request in its form for another model."""
-
-    facts: RequestFacts
-    model_queue: ModelQueue
-    work: Work
-    holds: Holds
 
 
 class Change(msgspec.Struct, gc=False):
@@ -60,8 +51,8 @@ class Change(msgspec.Struct, gc=False):
     """The worker's count of what it used."""
     error: PenstockError | None = None
     """The error that failed its attempt, if that may be the worker's fault."""
-    moved: Moved | None = None
-    """Its form for another model."""
+    moved: Request | None = None
+    """The same request as it is for another model."""
 
 
 _NOTHING = Change()
@@ -96,12 +87,14 @@ class Accounts:
         lengths = self._policies.lengths
         return facts.choices * lengths.expect(facts.tenant.id, facts.route, facts.max_tokens)
 
-    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
-        """Hold what a request is expected to need, or nothing."""
-        policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
-        budgeted = self._first_slice(facts)
+    def open(self, now_ns: int, request: Request) -> Refused | None:
+        """Hold what a request is expected to need; nothing if it is refused."""
+        policies, facts = self._policies, request.facts
+        tenant, expected = facts.tenant, self._expected(facts)
+        request.expected = request.output_tokens = expected
+        request.budgeted = self._first_slice(facts)
         if facts.origin:  # They were asked where it came from.
-            return Holds(tokens=NO_TOKENS, money=None, expected=expected, budgeted=budgeted)
+            return None
         prompt, name = facts.prompt_tokens, facts.id
         if (levels := policies.levels) is not None and tenant.has_levels:
             key, user = facts.key_prefix, facts.user
@@ -110,13 +103,14 @@ class Accounts:
             held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
         if hasattr(held, "error"):
             return Refused(name, "limits", cast("Refusal", held).error())
-        tokens = cast("TokenHold", held)
+        request.tokens = cast("TokenHold", held)
         price = self._first_price(facts) if policies.prices.are_any else 0
-        money = price if price or tenant.has_budget else None
-        if money is not None and (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
-            tokens.undo(now_ns)
-            return Refused(name, "budget", refusal.error())
-        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
+        if price or tenant.has_budget:
+            if (refusal := policies.budgets.reserve(now_ns, tenant, price)) is not None:
+                request.tokens.undo(now_ns)
+                return Refused(name, "budget", refusal.error())
+            request.money = price
+        return None
 
     def _first_slice(self, facts: RequestFacts) -> int:
         """Answer tokens of the first slice."""
@@ -141,11 +135,11 @@ class Accounts:
         request.money = max(request.money, price)
         return True
 
-    def undo(self, now_ns: int, facts: RequestFacts, holds: Holds | Request) -> None:
+    def undo(self, now_ns: int, request: Request) -> None:
         """The request was refused after all, or is another model's from here on."""
-        holds.tokens.undo(now_ns)
-        if holds.money is not None:
-            self._policies.budgets.settle(now_ns, facts.tenant.id, holds.money, 0)
+        request.tokens.undo(now_ns)
+        if request.money is not None:
+            self._policies.budgets.settle(now_ns, request.tenant, request.money, 0)
 
     def settle(self, now_ns: int, request: Request, used: Usage) -> int:
         """It used so much; returns its price in millionths."""
@@ -235,9 +229,8 @@ class Transitions:
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
         assert change.moved is not None, "a move says what it becomes"
         self._forget(request)
-        self._accounts.undo(now_ns, request.facts, request)
-        moved = change.moved
-        request.retarget(moved.facts, moved.model_queue, moved.work, moved.holds)
+        self._accounts.undo(now_ns, request)
+        request.retarget(change.moved)
 
     def _start(self, now_ns: int, request: Request, change: Change) -> Start:
         model_queue = request.model_queue
@@ -308,7 +301,7 @@ next."""
 FOREIGN_MIGRATIONS_MAX = 1
 """How often a stream leaves foreign engines. Whether it is what ended one is not known: the crash quarantine
 hears of our own workers' deaths only."""
-Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
+_LookFor = Callable[[int, RequestFacts], Look]
 """How models stand for a request: `contracts.Admission.decide` asks."""
 
 _WHY: Mapping[type[PenstockError], DowngradeReason] = {AttemptTimeout: "timeout", WorkerBusy: "busy"}
@@ -333,7 +326,7 @@ class Fallbacks:
         policies: Policies,
         accounts: Accounts,
         requests: Mapping[RequestId, Request],
-        look: Look,
+        look: _LookFor,
         *,
         retries_max: int,
     ) -> None:
@@ -464,9 +457,9 @@ class Fallbacks:
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         return FallBack(facts.id, verdict.route, verdict.why) if isinstance(verdict, Diverted) else None
 
-    def move(self, now_ns: int, facts: RequestFacts, model_queue: ModelQueue) -> Moved | None:
-        """Its work to wait in that queue; None if a worker has come back, it has ended, or it is not let in
-        there.
+    def move(self, now_ns: int, facts: RequestFacts, model_queue: ModelQueue) -> Request | None:
+        """The request as it is to wait in that queue; None if a worker has come back, it has ended, or it is
+        not let in there.
         """
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:
@@ -478,14 +471,10 @@ class Fallbacks:
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return None
-        work = work_of(facts, request.arrived_ns, 0, verdict)
-        if model_queue.queue.would_refuse(work):
+        moved, queue = request_of(facts, request.arrived_ns, model_queue, verdict), model_queue.queue
+        if queue.would_refuse(queue.level_of(moved.band), moved.tenant, moved.num_bytes):
             return None
-        holds = self._accounts.open(now_ns, facts)
-        if isinstance(holds, Refused):
-            return None
-        work.output_tokens = holds.expected
-        return Moved(facts, model_queue, work, holds)
+        return moved if self._accounts.open(now_ns, moved) is None else None
 
 
 def _unusable(now_ns: int, model_queue: ModelQueue, health: Health) -> tuple[DowngradeReason, int] | None:

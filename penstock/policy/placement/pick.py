@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     """Above 0: how long it is held."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One choice with everything that it was made of: kept, explained and replayed.
 
     Scores are made again from the facts.

@@ -90,12 +90,10 @@ class FairQueue:
         """Whether it waits here; it may have left, and wait for another model."""
         return work.waiting and self.bands[work.level].waiting.get(work.number) is work
 
-    def would_refuse(self, work: Work) -> bool:
+    def would_refuse(self, level: int, tenant: TenantId, num_bytes: int) -> bool:
         """Whether `push` would say no. Changes nothing."""
-        level = self.level_of(work.band)
-        return self._own_bound(self.bands[level], work) is not None or isinstance(
-            self._space(level, work), Full
-        )
+        own = self._own_bound(self.bands[level], tenant, num_bytes)
+        return own is not None or isinstance(self._space(level, num_bytes), Full)
 
     def set_slots(self, slots: int) -> None:
         """How many streams the model's workers may be given in all: what floors that are shares are taken
@@ -112,15 +110,15 @@ class FairQueue:
         Returns those that were dropped for it: none, or the newest ones of lower bands.
         """
         level = self.level_of(work.band)
-        if (full := self._own_bound(self.bands[level], work)) is not None:
+        band = self.bands[level]
+        if (full := self._own_bound(band, work.tenant, work.num_bytes)) is not None:
             return full
-        space = self._space(level, work)
+        space = self._space(level, work.num_bytes)
         if isinstance(space, Full):
             return space
         dropped = self._drop_newest(level, *space) if space is not None else ()
         self._number += 1
         work.number, work.level, work.queued_ns = self._number, level, now_ns
-        band = self.bands[level]
         work.expires_ns = self._until(work, now_ns)
         first_come = band.config.discipline == "fifo"
         work.order_ns = work.arrived_ns if first_come else work.deadline_ns or work.expires_ns
@@ -327,27 +325,29 @@ class FairQueue:
     def _recent(self) -> float:
         return sum([band.recent for band in self.bands])
 
-    def _own_bound(self, band: Band, work: Work) -> Full | None:
-        """The bound of the band or of the tenant's share of it that one more would break."""
-        config, share, line = band.config, self._config.tenant_share, band.line(work.tenant)
-        requests, num_bytes = (line.num_waiting, line.num_bytes) if line is not None else (0, 0)
+    def _own_bound(self, band: Band, tenant: TenantId, num_bytes: int) -> Full | None:
+        """The bound of the band or of the tenant's share of it that one more, of so many bytes, would
+        break.
+        """
+        config, line = band.config, band.line(tenant)
         if len(band.waiting) >= config.requests_max:
             return Full("band", "requests", config.requests_max)
-        if band.num_bytes + work.num_bytes > config.bytes_max:
+        if band.num_bytes + num_bytes > config.bytes_max:
             return Full("band", "bytes", config.bytes_max)
-        if requests >= (limit := max(1, int(share * config.requests_max))):
+        if line is None or not line.num_waiting:
+            return None  # A tenant may always have one request there.
+        if line.num_waiting >= (limit := max(1, int(self._config.tenant_share * config.requests_max))):
             return Full("tenant", "requests", limit)
-        if num_bytes + work.num_bytes > (limit := max(work.num_bytes, int(share * config.bytes_max))):
-            return Full("tenant", "bytes", limit)
-        return None
+        limit = max(num_bytes, int(self._config.tenant_share * config.bytes_max))
+        return Full("tenant", "bytes", limit) if line.num_bytes + num_bytes > limit else None
 
-    def _space(self, level: int, work: Work) -> Full | tuple[int, int] | None:
+    def _space(self, level: int, num_bytes: int) -> Full | tuple[int, int] | None:
         """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop,
         if that may be.
         """
         config = self._config
         requests = self.num_waiting + 1 - config.requests_max
-        num_bytes = self.num_bytes + work.num_bytes - config.bytes_max
+        num_bytes = self.num_bytes + num_bytes - config.bytes_max
         if requests <= 0 and num_bytes <= 0:
             return None
         lower = self.bands[level + 1 :] if config.when_full == "evict" else []

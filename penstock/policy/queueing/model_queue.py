@@ -11,6 +11,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Overloaded
 from penstock.policy.contracts import Health, IsolatedStarts, RouteLoad
+from penstock.policy.flow import RequestFacts
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -18,7 +19,6 @@ from penstock.policy.queueing.capacity import (
     Placement,
     WorkerCapacity,
     WorkerView,
-    uncached_tokens,
 )
 from penstock.policy.queueing.cells import PeerCells
 from penstock.policy.queueing.deployments import Deployments
@@ -290,33 +290,36 @@ class ModelQueue:
         why = f"{whose[full.bound]} is full: {full.limit} {full.unit} at most"
         return Overloaded(why, retry_after_s=self.retry_after_s())
 
-    def load(self, now_ns: int, work: Work) -> RouteLoad:
+    def load(self, now_ns: int, facts: RequestFacts) -> RouteLoad:
         """How the model stands for a request that does not wait here yet."""
-        queue, workers = self.queue, self.workers
-        level = queue.level_of(work.band)
+        queue, workers, pace, tenant = self.queue, self.workers, self.pace, facts.tenant
+        level = queue.level_of(tenant.band)
         band = queue.bands[level]
-        line = band.line(work.tenant)
+        line = band.line(tenant.id)
         requests_ahead = ahead = 0
         # Else it is started beyond the slots.
         if not workers.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
-            requests_ahead = band.ahead_of(work.tenant, work.weight)
-            ahead = sum([len(higher.waiting) for higher in queue.bands[:level]]) + requests_ahead
-        tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
+            ahead = requests_ahead = band.ahead_of(tenant.id, tenant.weight)
+            for higher in queue.bands[:level]:
+                ahead += len(higher.waiting)
+        prompt, num_ready = facts.prompt_tokens, workers.num_ready
+        streams = workers.num_running / (num_ready or 1)
+        start_ns, idle_ttft_ns = pace.expected_ns(prompt - facts.cached_tokens, prompt, streams)
         # A protected band goes first, at the model's pace; others have the rest, which is seen in their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
-        return RouteLoad(
-            route=self.route,
-            ready=workers.num_ready,
-            requests_ahead=ahead,
-            is_full=queue.would_refuse(work),
-            wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
-            each_ns=max(each_ns, self.gap_ns),
-            start_ns=self.pace.start_ns(tokens, prompt, workers.num_running / max(1, workers.num_ready)),
-            idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
-            backlog_ns=self.pace.backlog_ns,
-            is_late=self.pace.is_late(now_ns, level),
-            trouble=self._health.trouble(now_ns, self.route),
-            wake_ns=self.wake_ns,
+        return RouteLoad(  # In the order of its fields: one is made for each request.
+            self.route,
+            num_ready,
+            ahead,
+            queue.would_refuse(level, tenant.id, facts.num_bytes),
+            max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
+            max(self.gap_ns, each_ns),
+            start_ns,
+            idle_ttft_ns,
+            pace.backlog_ns,
+            pace.is_late(now_ns, level),
+            self._health.trouble(now_ns, self.route),
+            0 if num_ready else self.wake_ns,
         )
 
     def _has_room_for_one(self) -> bool:
@@ -359,10 +362,7 @@ class ModelQueue:
         if work.hold_ns > now_ns and self._is_held(work, blocked):
             return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
-        if self.peers.ids or self._deployments:
-            found = self._place(now_ns, work, avoid, blocked)
-        else:  # As nearly always.
-            found = self.placement.place(now_ns, work, self.workers, avoid, blocked)
+        found = self._place(now_ns, work, avoid, blocked)
         if isinstance(found, Hold):
             has_time = not work.start_by_ns or found.until_ns < work.expires_ns
             if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):

@@ -116,13 +116,22 @@ class Pace:
         """The time that computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not
         known.
         """
-        return self._slowest_ns(tokens, prompt_tokens, 0)
+        return self.expected_ns(tokens, prompt_tokens, 0)[1]
 
-    def start_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
+    def expected_ns(self, tokens: int, prompt_tokens: int, streams: float) -> tuple[int, int]:
         """The time that nine of ten such requests take from their start to their first token beside so many
-        streams, with nothing ahead.
+        streams, with nothing ahead; and `idle_ttft_ns`.
         """
-        return round(self._margin * self._slowest_ns(tokens, prompt_tokens, streams))
+        if self._lesson is not None:
+            self.learn()
+        beside_s = idle_s = 0.0
+        for kind in self._kinds:
+            speed = self._speeds.of(kind)
+            took_s = speed.prefill_s(tokens, prompt_tokens, streams)
+            beside_s = max(beside_s, took_s)
+            took_s = speed.prefill_s(tokens, prompt_tokens, 0) if streams else took_s
+            idle_s = max(idle_s, took_s)
+        return round(self._margin * round(beside_s * NS_PER_S)), round(idle_s * NS_PER_S)
 
     def is_late(self, now_ns: int, level: int) -> bool:
         """Whether requests of this band were too late a short while ago."""
@@ -131,7 +140,8 @@ class Pace:
 
     def is_any_late(self, now_ns: int) -> bool:
         """Whether requests of some band were."""
-        return any(now_ns - late_ns <= LATE_NS for late_ns in self._late_ns.values())
+        late = self._late_ns
+        return bool(late) and any(now_ns - late_ns <= LATE_NS for late_ns in late.values())
 
     def too_late(self, now_ns: int, work: Work) -> None:
         """It left the queue because its start would have been too late."""
@@ -181,15 +191,6 @@ class Pace:
             if not late:
                 del self._overdue[worker.id]
         return sent
-
-    def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
-        if self._lesson is not None:
-            self.learn()
-        slowest_s = 0.0
-        for kind in self._kinds:
-            took_s = self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams)
-            slowest_s = max(slowest_s, took_s)
-        return round(slowest_s * NS_PER_S)
 
     # --- what it learns from ------------------------------------------------------------------------
 

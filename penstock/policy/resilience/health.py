@@ -24,7 +24,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
 from penstock.errors import AttemptTimeout, KeyRejected, PenstockError, WorkerBusy, WorkerError
-from penstock.policy.admit_facts import RouteTrouble
+from penstock.policy.contracts import RouteTrouble
 from penstock.policy.resilience.worker_state import Breaker, BreakerState, BreakerTerms, Draw
 from penstock.types import WorkerId
 

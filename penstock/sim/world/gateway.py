@@ -17,7 +17,7 @@ import msgspec
 from penstock import rng
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected, WorkerUnavailable
 from penstock.kv.events import Numbered
-from penstock.policy.admission.gate import ModelFacts
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.extras.hedging import HedgeOutcome
 from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.driver import Driver

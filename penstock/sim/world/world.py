@@ -13,7 +13,7 @@ from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
-from penstock.gc_tuning import rare_gc
+from penstock.gc_tuning import rare_gc, tune_grown
 from penstock.kv.events import KVEvent
 from penstock.policy.flow import SLICE_TOKENS, UsageRecord
 from penstock.policy.limits.rate_limit import RateTerms
@@ -43,6 +43,8 @@ WORLD = 0
 _DETECT_NS = 100 * NS_PER_MS
 """Until a gateway sees that a worker is gone: its connection ends."""
 _LINGER_NS = 5 * NS_PER_S
+_GROWN = 1024
+"""After so many requests, and twice as many, and so on, the heap is looked at."""
 _RESTART_NS = 1000 * NS_PER_MS
 """Until a crashed worker restarts, or a client that was cut off asks again elsewhere."""
 
@@ -301,6 +303,8 @@ class World:
     def _on_request(self, now_ns: int, what: SimRequest) -> None:
         number = self.tally.counters.arrived
         self.tally.counters.arrived = number + 1
+        if number >= _GROWN and not number & (number - 1):
+            tune_grown()
         self._ask(now_ns, what, number)
         self._take_next()
 

@@ -100,6 +100,41 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 NOTHING = Piece()
+_JOINED_MAX = 256
+"""Events' texts, or ids, to which no more are joined: each time all of them are copied."""
+
+
+def joined(first: Piece, second: Piece) -> Piece | None:
+    """Two pieces that follow each other as one; None: one of them says more than tokens, usage and how the
+    answer ended, or text follows ids.
+    """
+    for each in (first, second):
+        if each.thought or each.tool_calls or each.logprobs or each.text_logprobs or each.prompt_logprobs:
+            return None
+        if each.error is not None or each.ends:
+            return None
+    if first.done:
+        return None
+    if second.text or second.token_ids:
+        if first.finish is not None or (first.token_ids if second.text else first.text):
+            return None
+        if len(first.parts or first.token_ids) >= _JOINED_MAX:
+            return None
+    elif second.finish is not None and first.finish is not None:
+        return None
+    parts = first.parts
+    if second.text:
+        parts = (*(parts or (first.text,)), *(second.parts or (second.text,))) if first.text else second.parts
+    return Piece(
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        parts=parts,
+        finish=first.finish or second.finish,
+        stop=second.stop if first.finish is None else first.stop,
+        usage=second.usage or first.usage,
+        model=first.model or second.model,
+        done=second.done,
+    )
 
 
 class AnswerReader(Protocol):

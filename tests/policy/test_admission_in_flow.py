@@ -3,7 +3,8 @@ import pytest
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.contracts import ModelFacts
 from penstock.policy.flow import Diverted, Outcome, Queued, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
@@ -34,8 +35,8 @@ class Rig:
 
     def __init__(self, *, slots: int = 4, small: bool = True, queue=None, **admission) -> None:
         config = QueueTerms(**{"worker_credit": 0, "tenant_share": 1.0, **(queue or {})})
-        self.gate = Gate(AdmissionConfig(**admission), ROUTING, config, SERVED.get)
-        self.flow = FlowControl(config, Policies(admission=self.gate))
+        self.admission = AdmissionControl(AdmissionConfig(**admission), ROUTING, config, SERVED.get)
+        self.flow = FlowControl(config, Policies(admission=self.admission))
         self.flow.set_worker(0, "large", W, WorkerView(max_running=slots))
         if small:
             self.flow.set_worker(0, "small", W, WorkerView(max_running=slots))
