@@ -239,8 +239,8 @@ def load(
     vocabulary = functools.cache(lambda: begin_vocabulary(Path(launch.model_path)))
 
     def on_progress(stage: str, done: int, total: int) -> None:
-        # No earlier: on the processor, how much memory is free is asked before weights are read, and must not
-        # depend on how far a thread has come. One that was asleep has the vocabulary still.
+        # No earlier: how much memory is free is asked before weights are read, and must not depend on how far
+        # a thread has come. One that was asleep has the vocabulary still.
         if stage == LOADING_WEIGHTS and server.grammars is None:
             vocabulary()
         progress(stage, done, total)

@@ -242,6 +242,7 @@ class Serving:
         self._hosts = tuple(str(each.getsockname()[0]) for each in self._stack.listeners)
         if takeover is None:
             self._save_key()
+        gc_tuning.tune_server()  # While models load: behind them it would hold up the first request.
         with loading_display(console.err()) as display:
             await self._stack.wait_ready(display)
         return takeover

@@ -162,6 +162,8 @@ class _Builder:
     def __init__(self, named: Named, spec: DecoderSpec, weights: WeightSource, target: Target) -> None:
         self._named, self._spec, self._target = named, spec, target
         measured_speed(target.platform.device)  # While there is memory for it.
+        # Before weights are read: with them a thread begins to read the vocabulary into the host's memory.
+        self._free_host_bytes = free_memory_bytes()
         config = target.config
         self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
@@ -249,9 +251,8 @@ class _Builder:
     def num_host_blocks(self) -> int:
         """Blocks that the host tier has memory for."""
         size = self._dtype.itemsize
-        return plan_host_blocks(
-            self._target.config, self._spec, bytes_per_value=size, free_bytes=free_memory_bytes()
-        )
+        free_bytes = self._free_host_bytes
+        return plan_host_blocks(self._target.config, self._spec, bytes_per_value=size, free_bytes=free_bytes)
 
     def _run_largest_step(self) -> None:
         """With the tables of the longest context, and a cache for this step only: it is taken for a
