@@ -178,8 +178,6 @@ class RouteLoad(msgspec.Struct, frozen=True, gc=False):
     """The time to its first token on an idle worker; 0: not known."""
     backlog_ns: int = 0
     """The time that a worker's unfinished prompts may take when it is given another; 0: any time."""
-    first_ns: int = 0
-    """The time that nine of the last ten requests took from their start to their first token."""
     is_late: bool = False
     """Whether a request left its queue a short while ago because its start would have been too late."""
     trouble: RouteTrouble | None = None

@@ -105,18 +105,27 @@ def test_what_starts_at_once_is_let_in_whatever_it_takes() -> None:
 
 
 def test_no_one_is_refused_for_a_wait_that_is_only_expected() -> None:
-    quiet = at("large", ahead_s=3, is_late=False, first_ns=NS_PER_S // 10)
+    quiet = at("large", ahead_s=3, is_late=False, start_ns=NS_PER_S // 10)
     alone = admission(chain=())
     verdict = decide(alone, quiet)
     assert isinstance(verdict, Pass)
     assert verdict.start_by_ns == pytest.approx(QUIET_SHARE * NS_PER_S)
-    slow = at("large", ahead_s=3, is_late=False, first_ns=NS_PER_S * 6 // 10)
-    # What the rest took lately is left of the promise.
+    slow = at("large", ahead_s=3, is_late=False, start_ns=NS_PER_S // 2, backlog_ns=NS_PER_S // 5)
+    # Its own computation and half of what its worker may have to do are left of the promise.
     assert decide(alone, slow).start_by_ns == pytest.approx(0.4 * NS_PER_S)
-    assert isinstance(decide(alone, at("large", ahead_s=3, first_ns=NS_PER_S // 10)), Refused)
+    assert isinstance(decide(alone, at("large", ahead_s=3, start_ns=NS_PER_S // 10)), Refused)
     assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False, is_full=True)), Refused)
     assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False), first_token_ns=NS_PER_S), Refused)
     assert decide(admission(), quiet) == diverted("medium", "slo")
+
+
+def test_a_long_prompt_that_is_next_may_wait_for_its_share_of_its_own_promise() -> None:
+    """Else a slow machine that computes one long prompt refuses the second, whose promise can be kept."""
+    alone = admission(chain=())
+    own = {"idle_ttft_ns": 2 * NS_PER_S, "start_ns": 2 * NS_PER_S, "is_late": False}
+    assert decide(alone, at("large", **own)).start_by_ns == pytest.approx(QUIET_SHARE * 5 * NS_PER_S)
+    behind = decide(alone, at("large", ahead_s=1, **own))
+    assert behind.start_by_ns == pytest.approx(QUIET_SHARE * NS_PER_S), "it crowds out no short ones"
 
 
 @pytest.mark.parametrize(
@@ -443,7 +452,6 @@ load = st.fixed_dictionaries(
         "start_ns": TIMES,
         "idle_ttft_ns": TIMES,
         "backlog_ns": TIMES,
-        "first_ns": TIMES,
         "wake_ns": st.sampled_from([0, NS_PER_S]),
     }
 )

@@ -327,7 +327,10 @@ class AdmissionControl:
                 refused = self._refused.get((load.route, terms.band), 0.0)
                 start_by_ns = round((PROTECTED_SHARE - CROWDED_SHARE * refused) * terms.ttft_ns)
             if not load.is_late:
-                start_by_ns = max(start_by_ns, min(terms.ttft_ns - load.first_ns, terms.quiet_wait_ns))
+                # By its own promise only where it is next: else long prompts would crowd out short ones.
+                quiet_ns = terms.quiet_wait_ns if load.requests_ahead else round(QUIET_SHARE * due_ns)
+                spare_ns = due_ns - load.start_ns - load.backlog_ns // 2
+                start_by_ns = max(start_by_ns, min(spare_ns, quiet_ns))
         else:
             return 0, 0, queue_wait_max_ns
         start_by_ns = max(1, start_by_ns)

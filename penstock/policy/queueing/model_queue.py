@@ -317,7 +317,6 @@ class ModelQueue:
             start_ns,
             idle_ttft_ns,
             pace.backlog_ns,
-            pace.first_ns(),
             pace.is_late(now_ns, level),
             self._health.trouble(now_ns, self.route),
             0 if num_ready else self.wake_ns,

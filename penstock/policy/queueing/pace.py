@@ -69,7 +69,6 @@ class Pace:
 
     __slots__ = (
         "_backlog_s",
-        "_firsts_ns",
         "_kinds",
         "_late_ns",
         "_lesson",
@@ -101,7 +100,6 @@ class Pace:
         it."""
         self._ratios = _Latest()
         self._margin = 1.0
-        self._firsts_ns = _Latest()
         self._late_ns: dict[int, int] = {}
         """By band: when a request of it last left the queue because it was too late to start it."""
         self._kinds: dict[str, None] = {}
@@ -134,12 +132,6 @@ class Pace:
             took_s = speed.prefill_s(tokens, prompt_tokens, 0) if streams else took_s
             idle_s = max(idle_s, took_s)
         return round(self._margin * round(beside_s * NS_PER_S)), round(idle_s * NS_PER_S)
-
-    def first_ns(self) -> int:
-        """The time that nine of the last ten requests took from their start to their first token; a worker's
-        whole backlog while none is known.
-        """
-        return round(self._firsts_ns.p90()) if self._firsts_ns.ordered else self.backlog_ns
 
     def is_late(self, now_ns: int, level: int) -> bool:
         """Whether requests of this band were too late a short while ago."""
@@ -227,7 +219,6 @@ class Pace:
         self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
         assert first_ns >= 0, "no output comes before its start"
-        self._firsts_ns.add(first_ns)
         said_s = max(_SHORTEST_S, sent.said_s)
         if self._ratios.add(first_ns / NS_PER_S / said_s) >= _SCORED_MIN:
             p90 = self._ratios.p90()

@@ -43,8 +43,10 @@ WORLD = 0
 _DETECT_NS = 100 * NS_PER_MS
 """Until a gateway sees that a worker is gone: its connection ends."""
 _LINGER_NS = 5 * NS_PER_S
-_GROWN = 1024
-"""After so many requests, and twice as many, and so on, the heap is looked at."""
+_GROWN = 16_384
+"""After so many requests, and twice as many, and so on, the heap is looked at: moving a gigabyte takes more
+than a second, which a short run does not earn back.
+"""
 _RESTART_NS = 1000 * NS_PER_MS
 """Until a crashed worker restarts, or a client that was cut off asks again elsewhere."""
 
