@@ -10,7 +10,7 @@ from penstock.gateway.dispatch.whole_answers import WholeAnswers
 from penstock.gateway.relay.reply import Reply
 
 
-class Told:
+class Played:
     """What happened, in its order."""
 
     def __init__(self) -> None:
@@ -34,42 +34,42 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def played() -> Played:
+    return Played()
 
 
-def test_answers_come_behind_their_records_and_before_what_waits(told: Told) -> None:
+def test_answers_come_behind_their_records_and_before_what_waits(played: Played) -> None:
     async def turns() -> None:
-        told.call("before")
-        told.answers.add(told.reply("a"))
-        told.call("behind")
-        told.answers.add(told.reply("b"))
-        assert not told.seen, "the records of other answers may follow in this turn"
+        played.call("before")
+        played.answers.add(played.reply("a"))
+        played.call("behind")
+        played.answers.add(played.reply("b"))
+        assert not played.seen, "the records of other answers may follow in this turn"
         await asyncio.sleep(0)
-        assert told.seen == ["before", "flush", "a", "b"]
-        assert not told.answers
+        assert played.seen == ["before", "flush", "a", "b"]
+        assert not played.answers
         await asyncio.sleep(0)
-        assert told.seen[4:] == ["behind"]
+        assert played.seen[4:] == ["behind"]
 
     asyncio.run(turns())
 
 
-def test_one_answer_that_fails_leaves_the_others(told: Told) -> None:
+def test_one_answer_that_fails_leaves_the_others(played: Played) -> None:
     async def turns() -> None:
-        told.answers.on_sent = lambda: told.seen.append("sent")
-        told.answers.add(told.reply("a", fails=True))
-        told.answers.add(told.reply("b"))
+        played.answers.on_sent = lambda: played.seen.append("sent")
+        played.answers.add(played.reply("a", fails=True))
+        played.answers.add(played.reply("b"))
         await asyncio.sleep(0)
-        assert told.seen == ["flush", "bug a", "cut a", "b", "sent"]
-        assert not told.answers.is_sending
+        assert played.seen == ["flush", "bug a", "cut a", "b", "sent"]
+        assert not played.answers.is_sending
 
     asyncio.run(turns())
 
 
-def test_without_answers_nothing_waits_longer(told: Told) -> None:
+def test_without_answers_nothing_waits_longer(played: Played) -> None:
     async def turns() -> None:
-        told.call("now")
+        played.call("now")
         await asyncio.sleep(0)
-        assert told.seen == ["now"]
+        assert played.seen == ["now"]
 
     asyncio.run(turns())
