@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.index.prefix_index import NOTHING_HELD, Held, PrefixIndex, Tier
+from penstock.kv.index.prefix_index import NOTHING_HELD, SHARD_ENTRIES, Held, PrefixIndex, Tier
 
 WORKERS = range(5)
 NEVER_NS = 1 << 62
@@ -19,6 +19,11 @@ def make_index(*, entries_max: int = 100_000, predicted_max: int = 10_000) -> Pr
 def chain(*tokens: int) -> list[int]:
     """The keys of a prompt: each one depends on all tokens before it."""
     return [hash(tokens[: i + 1]) & (1 << 64) - 1 for i in range(len(tokens))]
+
+
+def scattered(count: int) -> list[int]:
+    """Keys whose upper bits differ, as those of digests do: an index has its entries in shards by them."""
+    return [i * 0x9E3779B97F4A7C15 % (1 << 64) for i in range(count)]
 
 
 class NaiveIndex:
@@ -253,17 +258,30 @@ def test_where_most_workers_drop_out_is_remembered_and_may_be_wrong_the_next_tim
 
 
 def test_many_predictions_that_end_at_once_end_within_a_few_calls() -> None:
-    index, keys = make_index(), list(range(5_000))
+    index, keys = make_index(), scattered(5_000)
     index.predict(0, keys, until_ns=1)
+    assert (index.num_predicted, index.num_dropped) == (5_000, 0)
     for _ in range(5):
         index.match(2, keys[:1])
     assert index.num_predicted == index.num_entries == 0
 
 
+def test_the_upper_bits_of_keys_share_out_the_room_of_an_index() -> None:
+    """Every shard is filled to its last place by keys that differ there alone; keys that are alike there have
+    one shard among them.
+    """
+    shards = 8
+    spread, alike = (make_index(entries_max=shards * SHARD_ENTRIES) for _ in range(2))
+    spread.stored(0, [i << 40 for i in range(shards * SHARD_ENTRIES)])
+    assert (spread.num_entries, spread.num_dropped) == (shards * SHARD_ENTRIES, 0)
+    alike.stored(0, range(shards * SHARD_ENTRIES))
+    assert SHARD_ENTRIES // 2 <= alike.num_entries <= SHARD_ENTRIES
+
+
 @pytest.mark.parametrize("entries_max", [1, 2, 1000, 5000])
 def test_a_full_index_forgets_its_oldest_entries(entries_max: int) -> None:
     index = make_index(entries_max=entries_max)
-    keys = [i * 0x9E3779B97F4A7C15 % (1 << 64) for i in range(20_000)]
+    keys = scattered(20_000)
     for start in range(0, len(keys), 100):
         index.stored(start // 100 % 3, keys[start : start + 100])
         index.predict(4, keys[start : start + 10], NEVER_NS)
