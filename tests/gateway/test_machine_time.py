@@ -14,7 +14,7 @@ from penstock.engine.core import EngineCore, build_core
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.limits.price import PriceList
-from penstock.policy.request import Holds, request_of
+from penstock.policy.request import request_of
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult
@@ -53,8 +53,7 @@ class Process:
 
     def settle(self, request_id: RequestId, usage: Usage) -> None:
         facts = RequestFacts(id=request_id, route="m", prompt_tokens=1, max_tokens=1)
-        holds = Holds(tokens=None, money=0, expected=0, budgeted=0)
-        request = request_of(facts, 0, model_queue=None, holds=holds)
+        request = request_of(facts, 0, model_queue=None)
         request.usage = usage
         self.paid += self.meters.settled(self._clock.now_ns(), request, 0)
 
