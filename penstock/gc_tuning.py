@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from mmap import PAGESIZE
 from pathlib import Path
 
 _SIMULATED = (200_000, 20, 20)
@@ -52,15 +51,6 @@ def tune_server() -> None:
     gc.set_threshold(*_SERVED)
     with suppress(OSError, AttributeError):
         _use_huge_pages()
-
-
-def tune_grown(large_bytes: int = 512 << 20) -> None:
-    """Move the heap into huge pages if it has become large. For simulations, which begin with next to none:
-    to be called each time that as much again has been done as before.
-    """
-    with suppress(OSError, AttributeError):
-        if int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE >= large_bytes:
-            _use_huge_pages()
 
 
 def _use_huge_pages() -> int:

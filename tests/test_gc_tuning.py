@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gc_tuning import _heap_ranges, _use_huge_pages, rare_gc, tune_grown, tune_server
+from penstock.gc_tuning import _heap_ranges, _use_huge_pages, rare_gc, tune_server
 
 MIB = 1 << 20
 OFFER = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -81,15 +81,6 @@ def test_an_operators_never_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     offer.write_text("always madvise [never]\n")
     monkeypatch.setattr("penstock.gc_tuning._OFFER", offer)
     assert _use_huge_pages() == 0
-
-
-def test_only_a_large_heap_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    monkeypatch.setattr("penstock.gc_tuning._use_huge_pages", lambda: moved.append(1))
-    tune_grown(1 << 50)
-    assert not moved
-    tune_grown(1)
-    assert moved
 
 
 @pytest.mark.usefixtures("huge_pages")

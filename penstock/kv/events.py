@@ -36,15 +36,11 @@ TokenIds = Literal["none", "public", "all"]
 # --- the wire --------------------------------------------------------------------------------------
 
 
-Hashes = tuple[bytes | int, ...]
-"""vLLM's may be numbers too; here those of simulated workers are."""
-
-
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Consecutive blocks of one chain can be hit from now on."""
 
-    block_hashes: Hashes
-    parent_block_hash: bytes | int | None
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
     """The block before the first one; None at the start of a prompt, or where it is not known."""
     token_ids: tuple[int, ...]
     """Of all these blocks, in order; empty where they are not to be told."""
@@ -57,7 +53,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defa
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """These blocks are gone from one tier."""
 
-    block_hashes: Hashes
+    block_hashes: tuple[bytes, ...]
     medium: str | None
 
 

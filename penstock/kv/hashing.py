@@ -59,7 +59,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NewType, cast
+from typing import NewType
 
 import msgspec
 
@@ -235,16 +235,13 @@ _FEW = 4
 """Fewer hashes than so many are read one by one: joining them would take longer."""
 
 
-def own_keys(hashes: Sequence[bytes | int]) -> Sequence[int]:
-    """Our engine's block hashes, all of one length, as keys. Those of simulated workers are keys already."""
-    if not hashes or isinstance(hashes[0], int):
-        return cast(Sequence[int], hashes)
-    digests = cast(Sequence[bytes], hashes)
-    if len(digests) < _FEW:
-        return [int.from_bytes(digest[:KEY_BYTES], "little") for digest in digests]
-    size, rest = divmod(len(digests[0]), KEY_BYTES)
+def own_keys(hashes: Sequence[bytes]) -> list[int]:
+    """Our engine's block hashes, all of one length, as keys."""
+    if len(hashes) < _FEW:
+        return [int.from_bytes(block_hash[:KEY_BYTES], "little") for block_hash in hashes]
+    size, rest = divmod(len(hashes[0]), KEY_BYTES)
     assert not rest, "a hash is a whole number of keys long"
-    words = array("Q", b"".join(digests))
+    words = array("Q", b"".join(hashes))
     if sys.byteorder == "big":
         words.byteswap()
     return words[::size].tolist()

@@ -48,7 +48,7 @@ BATCH = 2_000
 
 
 @dataclass(slots=True)
-class Begun:
+class OpenRequests:
     """The requests of one journal that have no end yet."""
 
     opened: dict[str, UsageRecord] = field(default_factory=dict[str, UsageRecord])
@@ -72,7 +72,7 @@ class Begun:
         return None
 
     def ended(self) -> list[UsageRecord]:
-        """All that were begun, as they stand if their process is dead."""
+        """Their records, as they stand if their process is dead."""
         return [
             recovered(record, self.progress.get(request_id)) for request_id, record in self.opened.items()
         ]
@@ -182,15 +182,15 @@ def report_damage(directory: Path, instance: str, place: Damage, log: Log) -> No
 
 
 def _recover(directory: Path, claim: ledger_segment.Claim, sink: LedgerSink, log: Log) -> int:
-    begun, batch, damage = Begun(), list[UsageRecord](), list[Damage]()
+    requests, batch, damage = OpenRequests(), list[UsageRecord](), list[Damage]()
     for frame in read_journal(claim.directory, damage):
-        if (record := begun.take(frame)) is not None:
+        if (record := requests.take(frame)) is not None:
             batch.append(record)
             if len(batch) >= BATCH:
                 sink.write(batch)
                 batch.clear()
     # Last, so that an end that was found twice is the one that counts: the sink takes the first of an id.
-    cut = begun.ended()
+    cut = requests.ended()
     sink.write([*batch, *cut])
     for place in damage:
         report_damage(directory, claim.instance, place, log)
@@ -358,15 +358,15 @@ class LedgerReader:
         for path in ledger_segment.instance_directories(directory):
             # Asked first: a process that ends meanwhile has written the ends of its requests before it did.
             alive = ledger_segment.is_alive(path)
-            begun = Begun()
+            requests = OpenRequests()
             records.extend(
-                record for frame in read_journal(path) if (record := begun.take(frame)) is not None
+                record for frame in read_journal(path) if (record := requests.take(frame)) is not None
             )
             if alive:
-                self.running += len(begun.opened)
-                self._opened += begun.opened
+                self.running += len(requests.opened)
+                self._opened += requests.opened
             else:
-                records.extend(begun.ended())
+                records.extend(requests.ended())
         return records
 
     def _make_pending(self, pending: Sequence[UsageRecord]) -> None:

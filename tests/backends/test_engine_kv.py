@@ -1,5 +1,6 @@
 import asyncio
 
+import msgspec
 import pytest
 from conformance import TIMEOUT_S, Recorder
 from scripted_runner import DIE
@@ -13,6 +14,8 @@ from penstock.protocol.worker import KVEvents, ProtocolError, SubscribeKVEvents
 from penstock.types import RequestId, SamplingParams
 
 PAYLOAD = encode_batch((stored_event((b"h",)),), wall_ns=0)
+NUMBERED = PAYLOAD.replace(msgspec.msgpack.encode([b"h"]), msgspec.msgpack.encode([7]))
+"""As vLLM may name blocks, and our engine never does."""
 EPOCH = 77
 
 
@@ -36,7 +39,13 @@ def test_it_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [update(0), update(2), update(1, epoch=EPOCH + 2), KVEvents(epoch=EPOCH, sequence=1, payload=b"?")],
+    [
+        update(0),
+        update(2),
+        update(1, epoch=EPOCH + 2),
+        KVEvents(epoch=EPOCH, sequence=1, payload=b"?"),
+        KVEvents(epoch=EPOCH, sequence=1, payload=NUMBERED),
+    ],
 )
 def test_a_gap_or_nonsense_breaks_the_protocol(wrong: KVEvents) -> None:
     received: list[KVEventBatch] = []

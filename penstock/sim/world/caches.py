@@ -3,14 +3,16 @@ events.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from penstock import rng
 from penstock.config.branch import extended
 from penstock.config.tree import Config
-from penstock.kv.events import KVEventBatch, Numbered
+from penstock.kv.events import AllBlocksCleared, BlockStored, KVEvent, Numbered
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
-from penstock.kv.index.block_names import events_of_engine
+from penstock.kv.index.block_names import Cleared, Event, Removed, Stored
 from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
 from penstock.policy.placement.adapters import ResidencyOrder, ignore_order
 from penstock.policy.placement.pick import DecisionLog, LeastLoaded
@@ -62,6 +64,18 @@ class SegmentKeys(PromptKeys):
                 self._segments, salt=self.owner, adapter=self.adapter, public_tokens=self._public_tokens
             )
         return found
+
+
+def _event_of(event: KVEvent) -> Event:
+    """As `events_of_engine` reads an engine's. The names of a simulated worker's blocks are keys already
+    (`SimWorker._names_of`), and all of its blocks are on its device.
+    """
+    if isinstance(event, AllBlocksCleared):
+        return Cleared()
+    keys = cast(tuple[int, ...], event.block_hashes)
+    if not isinstance(event, BlockStored):
+        return Removed(keys, Tier.DEVICE)
+    return Stored(keys, cast(int | None, event.parent_block_hash), b"", event.block_size, Tier.DEVICE)
 
 
 class Asked:
@@ -122,7 +136,7 @@ class Caches:
         if isinstance(update, Numbered):
             cache_view.live(*update)
         else:
-            cache_view.hear(events_of_engine(KVEventBatch(ts=0.0, events=update)))
+            cache_view.hear([_event_of(event) for event in update])
         return self._ask(worker, cache_view)
 
     def received_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:

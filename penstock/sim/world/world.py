@@ -13,7 +13,7 @@ from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
-from penstock.gc_tuning import rare_gc, tune_grown
+from penstock.gc_tuning import rare_gc
 from penstock.kv.events import KVEvent
 from penstock.policy.flow import SLICE_TOKENS, UsageRecord
 from penstock.policy.limits.rate_limit import RateTerms
@@ -43,10 +43,6 @@ WORLD = 0
 _DETECT_NS = 100 * NS_PER_MS
 """Until a gateway sees that a worker is gone: its connection ends."""
 _LINGER_NS = 5 * NS_PER_S
-_GROWN = 16_384
-"""After so many requests, and twice as many, and so on, the heap is looked at: moving a gigabyte takes more
-than a second, which a short run does not earn back.
-"""
 _RESTART_NS = 1000 * NS_PER_MS
 """Until a crashed worker restarts, or a client that was cut off asks again elsewhere."""
 
@@ -305,8 +301,6 @@ class World:
     def _on_request(self, now_ns: int, what: SimRequest) -> None:
         number = self.tally.counters.arrived
         self.tally.counters.arrived = number + 1
-        if number >= _GROWN and not number & (number - 1):
-            tune_grown()
         self._ask(now_ns, what, number)
         self._take_next()
 
