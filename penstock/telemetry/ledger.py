@@ -266,8 +266,8 @@ class RequestRecords:
             self._ledger.slice(request.facts.id, partial(self._progress, request))
 
     def closed(self, request: Request, machine_micros: int) -> None:
-        """See `driver.Records`. `flush` writes that of a good whole answer, with the others of its turn of the
-        event loop: its client has nothing before that.
+        """See `driver.Records`. `flush` writes that of a good whole answer, with the others of its turn of
+        the event loop: its client has nothing before that.
         """
         wall_ns = self._clock.wall_ns()
         if request.facts.is_whole and request.outcome is Outcome.FINISHED:

@@ -140,7 +140,7 @@ class Desk:
     async def ask(self, name: str, *, max_tokens: int = 9, **more: object) -> None:
         exchange = SimpleNamespace(
             request=None, trace=None, first_ns=None, first_usage=None, outcome=None, error=None,
-            is_open=True, headers=(), cell="", migrated="", migration="",
+            is_open=True, headers=(), cell="", migrated="", migration="", id=name, cut=lambda: None,
         )  # fmt: skip
         reply = Silent(
             Context(
@@ -230,7 +230,8 @@ async def test_an_end_is_looked_at_only_where_something_waits_for_the_room() -> 
 
 
 def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Path) -> None:
-    async def run(num: int) -> None:
+    async def run() -> None:
+        num = FEW + 4
         desk = Desk(max_running=num, ledger=LedgerConfig(directory=str(tmp_path)))
         await desk.ledger.start()
         names = [f"r{i}" for i in range(num)]
@@ -249,7 +250,7 @@ def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Pa
         assert desk.told == early + late, "so few do not wait for others"
         await desk.ledger.stop()
 
-    asyncio.run(run(FEW + 4))
+    asyncio.run(run())
 
 
 def test_the_record_of_an_answer_that_its_budget_ended_is_written_if_its_worker_fails_then(
