@@ -123,7 +123,7 @@ async def beside_long_prompts(url: str, model: str, seed: int) -> tuple[Figures,
             try:
                 figures |= await job()
             except BROKEN as error:
-                troubles.append(f"{job.__name__}: {error or type(error).__name__}")
+                troubles.append(f"{job.__name__}: {error!r}")
     finally:
         await streams.close()
     return figures, troubles
@@ -141,12 +141,17 @@ def one_run(variant: Variant, folder: Path, number: int, args: argparse.Namespac
         with serving(launch(variant, folder, port), model, port, log) as (process, ready_s):
             figures |= {READY: ready_s, LOADED: ready_s - read_s}
             for callers, requests in levels_of(model, args).items():
-                found, failed = level(url, callers, requests, args.seed)
+                try:
+                    found, failed = level(url, callers, requests, args.seed)
+                except BROKEN as error:
+                    troubles.append(f"c={callers}: {error!r}")
+                    continue
                 figures |= found
                 errors |= failed
             if not args.skip_long:
-                found, troubles = uvloop.run(beside_long_prompts(url, model, args.seed))
+                found, failures = uvloop.run(beside_long_prompts(url, model, args.seed))
                 figures |= found
+                troubles += failures
             figures[MEMORY] = process.rss_mb() / 1e3
     except BROKEN as error:
         print(f"{model} {variant.name}: {error}", file=sys.stderr)
@@ -208,7 +213,7 @@ def main() -> int:
         print(f"without {name}: {why}", file=sys.stderr)
     variants = [one for one in args.variants if one.name not in skipped]
     folders, runs = prepare(args.models, variants), list[Run]()
-    path = args.json or OUT / time.strftime("engine-peers-%Y%m%d-%H%M%S.json")
+    path = OUT / time.strftime("engine-peers-%Y%m%d-%H%M%S.json")
     try:
         for model in args.models:
             for number in range(1, args.rounds + 1):
@@ -218,6 +223,8 @@ def main() -> int:
                     if run is not None:
                         runs.append(run)
                         write_result(path, document(args, runs, variants, skipped), versions(variants))
+        if runs:  # A file that is kept is replaced by a whole run only.
+            write_result(args.json, document(args, runs, variants, skipped), versions(variants))
     except KeyboardInterrupt:
         print("stopped; what follows is of the finished runs", file=sys.stderr)
     if not runs:

@@ -24,8 +24,7 @@ from penstock.clock import SystemClock
 CLOCK = SystemClock()
 REPOSITORY = Path(__file__).parents[2]
 TOTAL_S = 520
-"""Sections that would begin later than this do not begin. All their limits together fit in it, so that none
-is cut short by those before it: what one does not use, nobody needs."""
+"""They take less than their limits as a rule; what would begin later than this is left out and says so."""
 
 
 class Section(NamedTuple):

@@ -29,7 +29,7 @@ int main(int argc, char **argv) {
   ggml_tensor *x = ggml_new_tensor_2d(context, GGML_TYPE_F32, k, rows);
   memcpy(x->data, values.data(), sizeof(float) * (size_t)(rows * k));
   std::vector<ggml_cgraph *> graphs;
-  ggml_tensor *first = nullptr;
+  ggml_tensor *first = nullptr, *out = nullptr;
   for (int64_t i = 0; i < copies; i++) {
     ggml_tensor *w = ggml_new_tensor_2d(context, type, k, n);
     if (first)
@@ -37,7 +37,9 @@ int main(int argc, char **argv) {
     else
       ggml_quantize_chunk(type, values.data(), (first = w)->data, 0, n, k, nullptr);
     ggml_cgraph *graph = ggml_new_graph_custom(context, 8, false);
-    ggml_build_forward_expand(graph, ggml_mul_mat(context, w, x));
+    ggml_tensor *y = ggml_mul_mat(context, w, x);
+    y->data = (out = out ? out : y)->data;  // One buffer for all, as ours have and as a model's allocator gives.
+    ggml_build_forward_expand(graph, y);
     graphs.push_back(graph);
   }
   std::vector<uint8_t> work;

@@ -168,6 +168,7 @@ def direct_us(worker: str, requests: int) -> float:
     """The worker's own time for the same answers, one at a time: what ours adds is what goes beyond it."""
     decoder, took_s = FrameDecoder(), list[float]()
     with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(30)
         link.connect(worker)
         for number in range(requests):
             how = SamplingParams(max_tokens=12)
@@ -175,7 +176,9 @@ def direct_us(worker: str, requests: int) -> float:
             began_s, is_over = time.perf_counter(), False
             link.sendall(asked)
             while not is_over:
-                messages = [decode_from_worker(body) for body in decoder.feed(link.recv(1 << 16))]
+                if not (data := link.recv(1 << 16)):
+                    raise ConnectionError("the worker has gone")
+                messages = [decode_from_worker(body) for body in decoder.feed(data)]
                 is_over = any(isinstance(each, StepOutput) and each.outputs[0].finish for each in messages)
             took_s.append(time.perf_counter() - began_s)
     return statistics.median(took_s) * 1e6
@@ -205,7 +208,7 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
                     scale = (0.2 if args.quick else 1.0) * (0.1 if gateway in SLOW else 1.0)
                     try:
                         found = measure(gateway, shape, place, args.peers.absolute(), scale)
-                    except (RuntimeError, FileNotFoundError) as error:
+                    except (RuntimeError, OSError) as error:
                         print(f"{gateway} {shape.name}: {str(error)[-1000:]}", file=sys.stderr)
                         continue
                     results[gateway].setdefault(shape.name, []).append(found)

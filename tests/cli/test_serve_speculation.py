@@ -3,13 +3,14 @@ their usage.
 """
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from served import Server
+from served import PATIENCE_S, Server
 
 from penstock.config.checkpoints import resolve
 
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.timeout(300)
 DEMO, MINI = resolve("penstock-demo"), resolve("penstock-demo-mini")
 """The first is served: by the law of real steps drafts must pay, as the mini's do not on a fast machine."""
 STORY = "Tell me a story"
-TRIES = 20
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def guessed(make: Callable[[], list[Any]]) -> list[Any]:
     """An answer, in one or more parts, of which some was guessed right. Whether drafts pay is for the law of
     real steps to say, and others that keep the machine busy mislead it for a while.
     """
-    for _ in range(TRIES):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         parts = make()
         details = parts[-1].usage.completion_tokens_details
         if details is not None and details.accepted_prediction_tokens:

@@ -1,12 +1,13 @@
 """The index against a naive one: sets of keys per worker and tier, looked at one by one."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.index.prefix_index import NOTHING_HELD, Held, PrefixIndex, Tier
+from penstock.kv.index.prefix_index import NOTHING_HELD, SHARD_ENTRIES, Held, PrefixIndex, Tier
 
 WORKERS = range(5)
 NEVER_NS = 1 << 62
@@ -19,6 +20,11 @@ def make_index(*, entries_max: int = 100_000, predicted_max: int = 10_000) -> Pr
 def chain(*tokens: int) -> list[int]:
     """The keys of a prompt: each one depends on all tokens before it."""
     return [hash(tokens[: i + 1]) & (1 << 64) - 1 for i in range(len(tokens))]
+
+
+def hashed(count: int) -> list[int]:
+    """Keys of so many blocks that have nothing to do with one another."""
+    return [int.from_bytes(blake2b(i.to_bytes(8), digest_size=8).digest(), "little") for i in range(count)]
 
 
 class NaiveIndex:
@@ -253,8 +259,9 @@ def test_where_most_workers_drop_out_is_remembered_and_may_be_wrong_the_next_tim
 
 
 def test_many_predictions_that_end_at_once_end_within_a_few_calls() -> None:
-    index, keys = make_index(), list(range(5_000))
+    index, keys = make_index(), hashed(5_000)
     index.predict(0, keys, until_ns=1)
+    assert (index.num_predicted, index.num_dropped) == (5_000, 0)
     for _ in range(5):
         index.match(2, keys[:1])
     assert index.num_predicted == index.num_entries == 0
@@ -263,13 +270,23 @@ def test_many_predictions_that_end_at_once_end_within_a_few_calls() -> None:
 @pytest.mark.parametrize("entries_max", [1, 2, 1000, 5000])
 def test_a_full_index_forgets_its_oldest_entries(entries_max: int) -> None:
     index = make_index(entries_max=entries_max)
-    keys = [i * 0x9E3779B97F4A7C15 % (1 << 64) for i in range(20_000)]
+    keys = hashed(20_000)
     for start in range(0, len(keys), 100):
         index.stored(start // 100 % 3, keys[start : start + 100])
         index.predict(4, keys[start : start + 10], NEVER_NS)
     assert index.num_entries <= max(2, entries_max)
     assert index.num_entries + index.num_dropped >= len(keys)
     assert index.holds(4, keys[-100])  # What came last.
+
+
+def test_shards_fill_evenly_and_their_keys_differ_in_the_bits_at_which_a_dict_begins_to_look() -> None:
+    index = make_index(entries_max=16 * SHARD_ENTRIES)
+    index.stored(0, hashed(13_000))
+    assert (index.num_entries, index.num_dropped) == (13_000, 0)
+    shards = index._tiers[Tier.DEVICE]
+    assert len(shards) == 16
+    for shard in shards:
+        assert len({key & 0xFF for key in shard}) > 200, "812 keys of 256 kinds, or nearly"
 
 
 def test_what_the_last_of_several_workers_loses_takes_no_room() -> None:

@@ -4,7 +4,8 @@ direction.
 
 import pytest
 
-from bench.sim.gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
+from bench.harness import REPOSITORY
+from bench.sim.gate import GATED, MARGINS, NOT_GATED, QUICK, Baseline, judge, measure, read_baseline
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
 from penstock.policy.terms import PlacementTerms, WeightedTerms
@@ -42,6 +43,7 @@ def test_the_baseline_has_every_gated_scenario() -> None:
     recorded = read_baseline()
     assert set(GATED) == set(recorded.measured) <= set(SCENARIOS)
     assert set(QUICK) <= set(GATED)
+    assert all((REPOSITORY / place).is_file() for place in NOT_GATED.values())
 
 
 @pytest.mark.parametrize(
