@@ -127,15 +127,17 @@ class Desk:
         )
         self.num_looks = 0
         self.dispatcher.on_dispatched = self._looked
-        self.told: list[str] = []
+        self.answered: list[str] = []
         """Requests whose clients have their answer."""
 
     def _looked(self) -> None:
         self.num_looks += 1
 
     def _tell(self, name: str) -> None:
-        assert not self.keeps_records or name in recorded(self.ledger), f"{name} is told before its record"
-        self.told.append(name)
+        assert not self.keeps_records or name in recorded(self.ledger), (
+            f"{name} is answered before its record is written"
+        )
+        self.answered.append(name)
 
     async def ask(self, name: str, *, max_tokens: int = 9, **more: object) -> None:
         exchange = SimpleNamespace(
@@ -242,12 +244,12 @@ def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Pa
         early, late = names[: num - FEW], names[-FEW:]
         for name in early:
             desk.step(name)
-        assert not desk.told, "others may end in this turn"
+        assert not desk.answered, "others may end in this turn"
         await turns()
-        assert desk.told == early, "together, and in their order"
+        assert desk.answered == early, "together, and in their order"
         for name in late:
             desk.step(name)
-        assert desk.told == early + late, "so few do not wait for others"
+        assert desk.answered == early + late, "so few do not wait for others"
         await desk.ledger.stop()
 
     asyncio.run(run())
@@ -273,7 +275,7 @@ def test_the_record_of_an_answer_that_its_budget_ended_is_written_if_its_worker_
         assert request.outcome is Outcome.FINISHED, "it is to end here"
         stream.break_off(EngineFault("it has failed"))
         assert recorded(desk.ledger)["r"].finish_reason == "budget"
-        assert not desk.told
+        assert not desk.answered
         await desk.ledger.stop()
 
     asyncio.run(run())
