@@ -62,6 +62,9 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     it."""
     skip_s: float = 5.0
     """And that also after it has been passed over for this long."""
+    late_kept: int = 4
+    """While no more wait for a model, and none had to leave for being late a while ago, what is late waits
+    on: a refusal would help hardly any other request."""
     aside_max: int = 16
     """Requests of one band that wait aside at once because they are too large; more hold up their tenant
     only."""

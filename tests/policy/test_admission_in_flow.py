@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
@@ -34,7 +36,7 @@ class Rig:
     """Flow control with a gate, and one worker for each model."""
 
     def __init__(self, *, slots: int = 4, small: bool = True, queue=None, **admission) -> None:
-        config = QueueTerms(**{"worker_credit": 0, "tenant_share": 1.0, **(queue or {})})
+        config = QueueTerms(**{"worker_credit": 0, "tenant_share": 1.0, "late_kept": 0, **(queue or {})})
         self.admission = AdmissionControl(AdmissionConfig(**admission), ROUTING, config, SERVED.get)
         self.flow = FlowControl(config, Policies(admission=self.admission))
         self.flow.set_worker(0, "large", W, WorkerView(max_running=slots))
@@ -175,12 +177,58 @@ def test_one_that_was_only_not_looked_at_in_time_starts_where_there_is_room() ->
     assert (type(evicted), evicted.id) == (Evict, "r2"), "it waited for the other one"
 
 
-@pytest.mark.parametrize(("num", "at_ns"), [(2, LOOKS), (1, BUSY)], ids=["two wait", "it is due"])
-def test_others_that_are_late_leave_although_there_is_room(num: int, at_ns: int) -> None:
+@pytest.mark.parametrize("at_ns", [LOOKS, BUSY], ids=["it is not due", "it is due"])
+def test_others_that_are_late_leave_only_where_there_is_no_room(at_ns: int) -> None:
     rig = Rig(slots=4, small=False)
-    for number in range(num):
+    for number in range(6):
         assert isinstance(rig.flow.arrive(0, ask(number)), Queued)
-    assert {type(action) for action in rig.flow.dispatch(at_ns)} >= {Evict}
+    done = [(type(action), action.id) for action in rig.flow.dispatch(at_ns)]
+    assert done == [(Start if number < 4 else Evict, f"r{number}") for number in range(6)]
+
+
+@given(
+    slots=st.integers(1, 4),
+    events=st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40),
+)
+def test_none_is_refused_for_its_promise_while_a_worker_has_room(slots: int, events) -> None:
+    """Whatever the gateway's own delays between its looks; at each some come, or all that run end."""
+    rig, now_ns, running = Rig(slots=slots, small=False), 0, set[RequestId]()
+    for number, (after_ms, ends) in enumerate(events):
+        now_ns += after_ms * NS_PER_MS
+        if ends:
+            for each in running:
+                rig.flow.ended(now_ns, each, Outcome.FINISHED, Usage(prompt_tokens=500))
+            running.clear()
+        else:
+            rig.flow.arrive(now_ns, ask(number))
+        for action in rig.flow.dispatch(now_ns) if number % 3 else ():
+            if isinstance(action, Start):
+                running.add(action.id)
+            else:
+                assert len(running) == slots, f"{action.id} had room"
+
+
+def test_the_first_few_that_are_late_wait_on_until_one_had_to_leave() -> None:
+    kept = QueueTerms().late_kept
+    rig = Rig(slots=1, small=False, queue={"late_kept": kept})
+    rig.fill(1 + kept)
+    assert not rig.flow.dispatch(BUSY), "a refusal would help nobody"
+    rig.fill(1, at_ns=BUSY, first=20_000)
+    gone = [(action.id, action.reason) for action in rig.flow.dispatch(2 * BUSY) if isinstance(action, Evict)]
+    assert gone == [("r20000", "late")], "the others were there first"
+    rig.flow.ended(2 * BUSY, RequestId("r10000"), Outcome.FINISHED, Usage(prompt_tokens=500))
+    assert [action.id for action in rig.flow.dispatch(2 * BUSY)] == ["r10001"]
+    answer = rig.flow.arrive(2 * BUSY, ask(1, degrade="never"))
+    assert isinstance(answer, Refused), "for the next 10 s others would be harmed"
+
+
+def test_the_bound_that_a_client_gives_itself_holds_also_for_the_first_few() -> None:
+    rig = Rig(slots=1, small=False, queue={"late_kept": 4})
+    rig.fill(1)
+    patient = ask(1, first_token_ns=NS_PER_S, max_wait_ns=NS_PER_S)
+    assert isinstance(rig.flow.arrive(0, patient), Queued)
+    (evicted,) = rig.flow.dispatch(NS_PER_S)
+    assert (type(evicted), evicted.id) == (Evict, "r1")
 
 
 def has_room(rig: Rig) -> bool:

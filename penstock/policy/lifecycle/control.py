@@ -335,10 +335,7 @@ class FlowControl:
         return bool(self._pending) or True in [each.needs_look for each in self._dirty.values()]
 
     def next_ns(self, now_ns: int) -> int | None:
-        """When `dispatch` must be called if nothing happens until then; not before `now_ns`.
-
-        None: not at all.
-        """
+        """When `dispatch` must be called if nothing happens until then, not before `now_ns`; None: never."""
         timers = self._timers
         while timers and timers[0][2].timer_ns != timers[0][0]:
             heappop(timers)
@@ -390,11 +387,15 @@ class FlowControl:
         return self._requests.get(name) or self._requests[RequestId(name.rpartition(MARK)[0])]
 
     def _serve(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
+        if model_queue.queue.expired(now_ns) is not None:  # None is too late where a worker has room.
+            self._start_all(now_ns, model_queue, actions)
         while (late := model_queue.next_expired(now_ns)) is not None:
             work, reason = late
-            if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
-                actions.append(leaves)
-                continue
+            if reason == "late":
+                leaves = self._fallbacks.too_late(now_ns, self._requests[work.id])
+                actions += () if leaves is None else (leaves,)
+                if model_queue.waits_on(now_ns, work) or leaves is not None:
+                    continue
             error: PenstockError = _no_worker(model_queue.route)
             if (said := _EXPIRED.get(reason)) is not None:
                 waited = f"waited {(now_ns - work.queued_ns) / NS_PER_S:.1f} s{said}"
@@ -402,13 +403,7 @@ class FlowControl:
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
         if model_queue.queue.num_waiting and not model_queue.wake_ns:
             self._look_elsewhere(now_ns, model_queue, actions)
-        while (start := model_queue.next_start(now_ns)) is not None:
-            work, worker = start
-            request = self._requests[work.id]
-            request.worker = worker.id
-            answer = self._advance(now_ns, request, Event.DISPATCH)
-            assert isinstance(answer, Start), "what is dispatched starts"
-            actions.append(answer)
+        self._start_all(now_ns, model_queue, actions)
         if self._config.shed_kv_above < 1:
             self._shed(now_ns, model_queue, actions)
         due_ns = model_queue.due_ns(now_ns)
@@ -416,6 +411,16 @@ class FlowControl:
             model_queue.timer_ns = due_ns
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, model_queue))
+
+    def _start_all(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
+        """Start what fits a worker, in the queue's order."""
+        while (start := model_queue.next_start(now_ns)) is not None:
+            work, worker = start
+            request = self._requests[work.id]
+            request.worker = worker.id
+            answer = self._advance(now_ns, request, Event.DISPATCH)
+            assert isinstance(answer, Start), "what is dispatched starts"
+            actions.append(answer)
 
     def _shed(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
         """Make KV memory free at workers that reported it nearly full: after every report.

@@ -247,16 +247,23 @@ class ModelQueue:
                 return work, "timeout"
             elif not self.workers.num_ready:
                 self.queue.wait_on(work)  # Promises are those of workers that are there.
-            elif work.deadline_ns > now_ns and (work.aside or self._has_room_for_one()):
-                # It waits for memory, or this process had no processor: not for others.
-                self.queue.wait_on(work, work.deadline_ns - work.queued_ns)
+            elif work.deadline_ns > now_ns and work.aside:
+                self.queue.wait_on(work, work.deadline_ns - work.queued_ns)  # For memory, not for others.
             else:
-                self.pace.too_late(now_ns, work)
                 return work, "late"
         oldest = None if self.workers.num_ready else self._oldest()
         if oldest is not None and self._no_worker_until(oldest) <= now_ns:
             return oldest, "no_worker"
         return None
+
+    def waits_on(self, now_ns: int, work: Work) -> bool:
+        """Whether one that is late is in nobody's way: few wait, and none had to leave lately; else noted."""
+        is_quiet = self.queue.num_waiting <= self._config.late_kept and not self.pace.is_any_late(now_ns)
+        if is_quiet and not work.max_wait_ns:
+            self.queue.wait_on(work)
+            return True
+        self.pace.too_late(now_ns, work)
+        return False
 
     def due_ns(self, now_ns: int) -> int | None:
         """When the lane must be looked at next, if nothing happens until then."""
@@ -321,11 +328,6 @@ class ModelQueue:
             self._health.trouble(now_ns, self.route),
             0 if num_ready else self.wake_ns,
         )
-
-    def _has_room_for_one(self) -> bool:
-        """Whether one request is all that waits, and no rule keeps the room of these workers from it."""
-        has_room = self.queue.num_waiting == 1 and not self.peers.ids and self.workers.has_room()
-        return has_room and self._share() is None
 
     def _share(self) -> float | None:
         """The streams one tenant may run of the last rows; None: more are free, or no other tenant is here.
