@@ -1,8 +1,9 @@
 /* An OpenAI endpoint that costs next to nothing: for proxies to relay. One thread, epoll.
 
    upstream PORT CHUNKS PERIOD_US     a POST whose body has "stream": true gets as many events as its "max_tokens" says (CHUNKS if it
-   does not), each sent by itself, one per PERIOD_US or (0) as fast as they are taken, in vLLM's words with a token id in each if it
-   has "return_token_ids": true; other POSTs get one JSON body; GETs get a list of the one model "m". */
+   does not), each sent by itself, one per PERIOD_US or (0) as fast as they are taken. If it has "return_token_ids": true they are
+   those of vLLM: a token id in each, the prompt's in the first, the request's id in all, and (for "include_usage": true) the usage
+   behind the last. Other POSTs get one JSON body; GETs get a list of the one model "m". */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -21,8 +22,10 @@
 #define REQUEST_MAX 65536
 
 typedef struct Client {
-    int fd, len, left, waiting, has_ids;
+    int fd, len, left, waiting, has_ids, num_events;
     struct Client *next, **at;
+    const char *prompt, *id; /* Of the request, as it stands in `data` until the next one comes. */
+    int prompt_len, id_len, has_usage;
     char data[REQUEST_MAX + 1];
 } Client;
 
@@ -37,11 +40,11 @@ static const char HEAD[] = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r
     "[{\"index\":0,\"delta\":" delta ",\"logprobs\":null,\"finish_reason\":" reason "}]}\n\n"
 static const char TOKEN[] = EVENT("{\"content\":\" water\"}", "null");
 static const char LAST[] = EVENT("{}", "\"length\"") "data: [DONE]\n\n";
-#define IDS(ids, reason) \
-    "data: {\"id\":\"cmpl-1\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\",\"choices\":[{\"index\":0," \
-    "\"text\":\"\",\"logprobs\":null,\"finish_reason\":" reason ",\"stop_reason\":null,\"token_ids\":" ids "}]}\n\n"
-static const char TOKEN_ID[] = IDS("[300]", "null");
-static const char LAST_ID[] = IDS("[300]", "\"length\"") "data: [DONE]\n\n";
+#define IDS_HEAD "data: {\"id\":\"cmpl-%.*s\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\",\"choices\":["
+#define IDS \
+    IDS_HEAD "{\"index\":0,\"text\":\" water\",\"logprobs\":null,\"finish_reason\":%s,\"stop_reason\":null," \
+    "\"prompt_token_ids\":%.*s,\"token_ids\":[300]}],\"usage\":null}\n\n"
+#define USAGE IDS_HEAD "],\"usage\":{\"prompt_tokens\":%d,\"total_tokens\":%d,\"completion_tokens\":%d}}\n\n"
 
 static Client *active;
 static int num_chunks, poller;
@@ -66,10 +69,25 @@ static void drop(Client *c) {
     free(c);
 }
 
+/* What vLLM sends next. */
+static void id_event(const Client *c, char *out) {
+    int is_first = c->left == c->num_events, is_last = c->left == 1;
+    int n = sprintf(out, IDS, c->id_len, c->id, is_last ? "\"length\"" : "null", is_first ? c->prompt_len : 4,
+                    is_first ? c->prompt : "null");
+    if (!is_last) return;
+    if (c->has_usage) {
+        int num_prompt = 1;
+        for (int i = 0; i < c->prompt_len; i++) num_prompt += c->prompt[i] == ',';
+        n += sprintf(out + n, USAGE, c->id_len, c->id, num_prompt, num_prompt + c->num_events, c->num_events);
+    }
+    strcpy(out + n, "data: [DONE]\n\n");
+}
+
 /* One more event; 0 when the client is gone or does not read. */
 static int step(Client *c) {
-    char out[1024];
-    const char *event = c->has_ids ? (c->left > 1 ? TOKEN_ID : LAST_ID) : c->left > 1 ? TOKEN : LAST;
+    static char event[REQUEST_MAX + 2048], out[REQUEST_MAX + 3072];
+    if (c->has_ids) id_event(c, event);
+    else strcpy(event, c->left > 1 ? TOKEN : LAST);
     int n = sprintf(out, "%zx\r\n%s\r\n%s", strlen(event), event, c->left > 1 ? "" : "0\r\n\r\n");
     long sent = send(c->fd, out, n, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EAGAIN) { c->waiting = 1; return 0; }
@@ -81,7 +99,7 @@ static int step(Client *c) {
 static void answer(Client *c, int streams, int is_get, int paced) {
     if (streams) {
         send(c->fd, HEAD, sizeof HEAD - 1, MSG_NOSIGNAL);
-        c->left = streams;
+        c->left = c->num_events = streams;
         c->waiting = 0;
         attach(c);
         while (!paced && c->left > 0 && step(c)) {}
@@ -91,6 +109,13 @@ static void answer(Client *c, int streams, int is_get, int paced) {
     char out[2048];
     int n = sprintf(out, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n%s", strlen(body), body);
     send(c->fd, out, n, MSG_NOSIGNAL);
+}
+
+/* The value behind `name` in a body, up to and with `end`, or null. */
+static const char *value(const char *body, const char *name, char end, int *len) {
+    const char *found = strstr(body, name), *last = found ? strchr(found + strlen(name), end) : NULL;
+    *len = last ? last + 1 - found - (int)strlen(name) : 4;
+    return last ? found + strlen(name) : "null";
 }
 
 static void readable(Client *c, int paced) {
@@ -110,6 +135,12 @@ static void readable(Client *c, int paced) {
     char *max_tokens = strstr(end, "\"max_tokens\":");
     if (streams && max_tokens && atoi(max_tokens + 13) > 0) streams = atoi(max_tokens + 13);
     c->has_ids = strstr(end, "\"return_token_ids\":true") != NULL;
+    if (c->has_ids) {
+        c->has_usage = strstr(end, "\"include_usage\":true") != NULL;
+        c->prompt = value(end, "\"prompt\":", ']', &c->prompt_len);
+        c->id = value(end, "\"request_id\":\"", '"', &c->id_len);
+        c->id_len--; /* Its quotation mark. */
+    }
     int is_get = !strncmp(c->data, "GET", 3);
     c->len = 0;
     answer(c, streams, is_get, paced);

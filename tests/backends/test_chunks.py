@@ -170,6 +170,18 @@ def test_all_but_the_first_reads_and_the_last_are_taken_whole(kind: str, form: b
     assert check(kind, reads) == 38  # One is taken apart, and one shows that they come one by one.
 
 
+def test_reads_are_taken_whole_behind_a_first_event_that_says_more() -> None:
+    first = event("vllm", "", [65]).replace(b'"token_ids"', b'"prompt_token_ids": [1, 2], "token_ids"')
+    later = [
+        event("vllm", f" {i}", [65 + i % 20]).replace(
+            b'"token_ids"', b'"prompt_token_ids": null, "token_ids"'
+        )
+        for i in range(40)
+    ]
+    # The second event is taken apart too, and the third shows that they come one by one.
+    assert check("vllm", [chunk(each) for each in (first, *later)]) == 38
+
+
 @pytest.mark.parametrize("kind", READERS)
 def test_a_read_of_another_form_is_parsed_and_so_is_the_one_behind_it(kind: str) -> None:
     each = [chunk(event(kind, " a", [65])) for _ in range(12)]

@@ -357,7 +357,48 @@ def test_answers_that_differ_in_id_and_time_are_taken_apart_once(kind: str) -> N
         assert found[0].done
         reads.append(num_read)
     assert reads[0] > reads[1] == reads[2] == reads[3] == 2, "the first event and the last"
-    assert forms.num_kept == 2, "of the first answer's first event and its second"
+    assert forms.num_kept == 1, "of the first answer's second event, which came again, not of its first"
+
+
+@pytest.mark.parametrize("reads", [1, 100])
+def test_no_form_has_the_ids_of_a_prompt(reads: int) -> None:
+    forms = CountingForms()
+    prompt = list(range(100_000, 100_200))
+    first = json.dumps(event("vllm", "", [7], prompt_token_ids=prompt)).encode()
+    last = json.dumps(event("vllm", " z", [99], finish_reason="stop")).encode()
+    middle = [json.dumps(event("vllm", f" {i}", [i])).encode() for i in range(4)]
+    for events in ([first], [first, last], [first, middle[0], last]):
+        found, _ = through_envelopes("vllm", events, reads, joins=True, forms=forms)
+        assert said(found) == said(list(one_by_one(VllmReader(REQUEST), events)))
+        assert not forms._forms, "nothing came twice"
+    through_envelopes("vllm", [first, *middle, last], reads, joins=True, forms=forms)
+    assert forms.num_kept == 1
+    [form] = forms._forms.values()
+    around = form.match.__self__.pattern + form.middle + form.behind  # type: ignore[attr-defined]
+    assert b"100000" not in around
+    _, num_spared = through_envelopes("vllm", [first, *middle, last], reads, joins=True, forms=forms)
+    assert num_spared == 4, "of all but its first event and its last"
+
+
+def test_a_form_with_much_around_its_texts_is_not_remembered() -> None:
+    for num_bytes, num_kept in ((3000, 1), (4096, 0)):
+        forms = CountingForms()
+        events = [json.dumps({**event("chat", f" {i}"), "pad": "x" * num_bytes}).encode() for i in range(3)]
+        read_through("chat", events, 3, joins=True, forms=forms)
+        assert forms.num_kept == num_kept
+
+
+def test_a_form_that_is_learned_anew_takes_the_place_of_its_own_only() -> None:
+    forms = Forms()
+    for i in range(64):
+        forms.learn((ChatReader, f"m{i}"), [b"data: {"], b"", b"}\n\n")
+    forms.learn((ChatReader, "m3"), [b"data: {"], b"", b" }\n\n")
+    first, anew = forms.of((ChatReader, "m0")), forms.of((ChatReader, "m3"))
+    assert first is not None
+    assert anew is not None
+    assert anew.behind == b" }\n\n"
+    forms.learn((ChatReader, "m64"), [b"data: {"], b"", b"}\n\n")
+    assert forms.of((ChatReader, "m0")) is None, "one too many: all begin again"
 
 
 def test_a_form_serves_only_answers_that_name_the_same_model() -> None:

@@ -51,7 +51,7 @@ _ODD_MAX = 2
 """Events of another form that an answer may have before it is taken apart again: vLLM's first has the ids
 of the prompt beside its own."""
 _FORMS_MAX, _FORM_BYTES_MAX = 64, 4096
-"""Forms of one worker, and the bytes before a hole of one."""
+"""Forms of one worker, and the bytes of one."""
 _LEARNED_AT_FIRST, _ANSWERS_EACH = 16, 64
 """So many forms are learned of a worker, and then one for each so many answers."""
 
@@ -72,6 +72,14 @@ class _Form(NamedTuple):
     """The bytes before an event's hole, at a place of a block."""
     middle: bytes
     behind: bytes
+
+
+class _Lesson(NamedTuple):
+    """An event that was taken apart, with another text in it."""
+
+    before: bytes
+    rest: bytes
+    says: Piece
 
 
 FormKey = tuple[type, str]
@@ -102,7 +110,7 @@ class Forms:
     def learn(self, key: FormKey, before: list[bytes], middle: bytes, behind: bytes) -> None:
         """`before` is cut around the values that are another answer's (`_NAMES.split`)."""
         self._num_learned += 1
-        if len(self._forms) >= _FORMS_MAX:
+        if key not in self._forms and len(self._forms) >= _FORMS_MAX:
             self._forms.clear()
         pattern = re.compile(_filled(before, *_ANY, plain=re.escape))
         self._forms[key] = _Form(pattern.match, middle, behind)
@@ -112,8 +120,8 @@ class Envelopes:
     """The text around the deltas, or the ids, of one answer's events."""
 
     __slots__ = (
-        "_before", "_behind", "_form", "_forms", "_key", "_middle", "_num_odd", "_num_trials", "_prefix",
-        "_reader",
+        "_before", "_behind", "_form", "_forms", "_key", "_lesson", "_middle", "_num_odd", "_num_trials",
+        "_prefix", "_reader",
     )  # fmt: skip
 
     def __init__(self, reader: AnswerReader, forms: Forms | None = None, model: str = "") -> None:
@@ -125,6 +133,8 @@ class Envelopes:
         self._forms = forms if reader.is_steady else None
         self._key: FormKey = (type(reader), model)
         self._form = None if self._forms is None else self._forms.of(self._key)
+        self._lesson: _Lesson | None = None
+        """Of the form that is known, until a second event has it."""
         self._num_odd = 0
         """Events that were read although the form was known, or is not tried any more."""
         self._before = self._behind = b""
@@ -193,6 +203,8 @@ class Envelopes:
                 if found is None:
                     found = self._run(block[at:end])
                 if found is not None:
+                    if self._lesson is not None:
+                        self._remember(self._lesson)
                     num_bytes, piece = found
                     at += num_bytes
                     yield piece
@@ -232,9 +244,12 @@ class Envelopes:
             return None
         holes, num_bytes = self._holes(block)
         try:
-            return _texts_in(holes) if num_bytes == len(block) else None
+            texts = _texts_in(holes) if num_bytes == len(block) else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+        if self._lesson is not None and texts is not None:
+            self._remember(self._lesson)
+        return texts
 
     def ids(self, block: bytes) -> Piece | None:
         """The same of events with ids."""
@@ -242,9 +257,12 @@ class Envelopes:
             return None
         holes, num_bytes = self._holes(block)
         try:
-            return _ids_in(holes, self._middle) if num_bytes == len(block) else None
+            piece = _ids_in(holes, self._middle) if num_bytes == len(block) else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+        if self._lesson is not None and piece is not None:
+            self._remember(self._lesson)
+        return piece
 
     @property
     def around(self) -> tuple[bytes, bytes, bytes]:
@@ -305,36 +323,33 @@ class Envelopes:
             self._learn_text(event, model)
 
     def _learn_text(self, event: bytes, model: str) -> None:
+        trial = Piece(text=_TRIAL_TEXT, model=model)
         for _, found in zip(range(_PLACES_MAX), _STRING.finditer(event), strict=False):
             start, end = found.span(1)
-            before, behind = event[:start], event[end:]
-            trial = Piece(text=_TRIAL_TEXT, model=model)
-            if self._says(before + _IN_EVENT[0] + behind, trial):
-                self._keep(before, b"", behind)
-                self._remember(before, _IN_EVENT[0] + behind, trial)
+            lesson = _Lesson(event[:start], _IN_EVENT[0] + event[end:], trial)
+            if self._says(lesson.before + lesson.rest, trial):
+                self._keep(lesson, b"", event[end:])
                 return
 
     def _learn_ids(self, event: bytes, model: str) -> None:
         text, ids = _STRING.search(event), _NUMBERS.search(event)
         if text is None or ids is None or text.end(1) > ids.start(1):
             return
-        before, middle, behind = (
-            event[: text.start(1)],
-            event[text.end(1) : ids.start(1)],
-            event[ids.end(1) :],
-        )
+        middle, behind = event[text.end(1) : ids.start(1)], event[ids.end(1) :]
         rest = _IN_EVENT[0] + middle + _IN_EVENT[1] + behind
-        trial = Piece(token_ids=_TRIAL_IDS, model=model)
-        if self._says(before + rest, trial):
-            self._keep(before, middle, behind)
-            self._remember(before, rest, trial)
+        lesson = _Lesson(event[: text.start(1)], rest, Piece(token_ids=_TRIAL_IDS, model=model))
+        if self._says(lesson.before + rest, lesson.says):
+            self._keep(lesson, middle, behind)
 
-    def _remember(self, before: bytes, rest: bytes, trial: Piece) -> None:
-        """Keep the form for later answers, if another answer's event of this form says the same."""
-        forms = self._forms
-        if forms is None or not forms.learns or len(before) > _FORM_BYTES_MAX or not self._before:
+    def _remember(self, lesson: _Lesson) -> None:
+        """Keep the form for later answers, if another answer's event of this form says the same. Two events
+        of this one had it: the first, by itself, may have the ids of its prompt.
+        """
+        self._lesson, forms = None, self._forms
+        num_bytes = len(self._before) + len(self._middle) + len(self._behind)
+        if forms is None or not forms.learns or num_bytes > _FORM_BYTES_MAX:
             return
-        if self._says(_filled(_NAMES.split(before), *_OTHERS) + rest, trial):
+        if self._says(_filled(_NAMES.split(lesson.before), *_OTHERS) + lesson.rest, lesson.says):
             forms.learn(self._key, _NAMES.split(self._before), self._middle, self._behind)
 
     def _says(self, event: bytes, piece: Piece) -> bool:
@@ -343,11 +358,12 @@ class Envelopes:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
-    def _keep(self, before: bytes, middle: bytes, behind: bytes) -> None:
+    def _keep(self, lesson: _Lesson, middle: bytes, behind: bytes) -> None:
+        before = lesson.before
         if b"\n" in before or b"\n" in middle or b"\n" in behind:
             return  # Its data is several lines, which do not stand so in a block.
         self._before, self._middle, self._behind = self._prefix + before, middle, behind + b"\n\n"
-        self._form = None
+        self._form, self._lesson = None, lesson
 
 
 def _filled(

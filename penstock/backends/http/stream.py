@@ -198,13 +198,14 @@ class HttpStream:
         try:
             # Before a stop string one by one: tokens behind it do not count.
             if self._has_output and self._stop is None and not self._said_before:
-                if num_events == 1 and self._chunks is None:
-                    self._expect_chunks()
-                if (texts := self._envelopes.texts(block)) is not None:
-                    self._take_texts(texts)
-                    return
-                if (piece := self._envelopes.ids(block)) is not None:
-                    self._take_alike(piece)
+                texts, piece = self._envelopes.texts(block), None
+                if texts is not None or (piece := self._envelopes.ids(block)) is not None:
+                    if num_events == 1 and self._chunks is None:
+                        self._expect_chunks()
+                    if texts is not None:
+                        self._take_texts(texts)
+                    elif piece is not None:
+                        self._take_alike(piece)
                     return
             for piece in self._envelopes.read(block, joins=self._stop is None):
                 self._take(piece)
