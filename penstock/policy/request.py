@@ -180,14 +180,14 @@ class Request(Work):
 
     def retarget(self, other: "Request") -> None:
         """From here on it is for another model: it has the facts and holds that were made for that, and waits
-        there.
+        there. Its time was predicted for the model that it leaves, and counts no more.
         """
         assert self.state is State.QUEUED, f"{self.id} runs"
         assert not self.waiting, f"{self.id} waits for the model that it leaves"
         for name in Work.__struct_fields__:
             setattr(self, name, getattr(other, name))
         self.facts, self.model_queue = other.facts, other.model_queue
-        self.counted_cached_tokens = other.counted_cached_tokens
+        self.counted_cached_tokens, self.predicted_ns = other.counted_cached_tokens, 0
         self.tokens, self.money = other.tokens, other.money
         self.expected, self.budgeted = other.expected, other.budgeted
 

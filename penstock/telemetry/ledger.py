@@ -168,18 +168,22 @@ class Ledger:
 
     def close_soon(self, make: Callable[[], UsageRecord]) -> None:
         """It is over; exactly once. `flush` makes its record and writes it: call that before its client hears
-        of the end.
+        of the end. By itself that happens in the next iteration of the event loop.
         """
         if self._journal is not None:
             self._ends.append(make)
+            self._flush_soon()
 
     def flush(self) -> None:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""
         if self._journal is not None:
             ends, self._ends = self._ends, []
             for make in ends:
-                record = make()
-                self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
+                try:
+                    record = make()
+                    self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
+                except Exception as error:  # noqa: BLE001 - one record's bug must not lose the others.
+                    self._log.bug("the end of a request could not be recorded", error)
             self._journal.flush()
 
     async def spent(self) -> list[Spent]:
@@ -262,9 +266,11 @@ class RequestRecords:
             self._ledger.slice(request.facts.id, partial(self._progress, request))
 
     def closed(self, request: Request, machine_micros: int) -> None:
-        """See `driver.Records`."""
+        """See `driver.Records`. `flush` writes that of a good whole answer, with the others of its turn of
+        the event loop: its client has nothing before that.
+        """
         wall_ns = self._clock.wall_ns()
-        if is_written_late(request.facts, request.outcome):
+        if request.facts.is_whole and request.outcome is Outcome.FINISHED:
             self._ledger.close_soon(partial(self._record, request, machine_micros, wall_ns))
         else:
             self._ledger.close(self._record(request, machine_micros, wall_ns))
@@ -316,13 +322,6 @@ class RequestRecords:
         """See `driver.Records`."""
         count = self._metrics.migrated if request.has_begun else self._metrics.retried
         count(request.facts.route)
-
-
-def is_written_late(facts: RequestFacts, outcome: Outcome | None) -> bool:
-    """Whether a request that ends so is recorded with the others of its turn of the event loop: its client
-    gets nothing before that.
-    """
-    return facts.is_whole and outcome is Outcome.FINISHED
 
 
 def _opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:

@@ -165,12 +165,11 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
-        if self._slices:
-            for request_id, make in self._slices.items():
-                frame = to_frame(_SLICE, encode(make()))
-                self._live[request_id].progress = frame
-                self._append(frame)
-            self._slices.clear()
+        while self._slices:  # One by one: that of a bug is not asked for again.
+            request_id, make = self._slices.popitem()
+            frame = to_frame(_SLICE, encode(make()))
+            self._live[request_id].progress = frame
+            self._append(frame)
         if not self._frames:
             return
         if self._is_old() and self._prepare():

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 from fake_backend import FakeBackend
@@ -9,27 +11,34 @@ from fleets import fleet_of
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.config.ledger import LedgerConfig, PricesConfig
+from penstock.config.ledger import BudgetsConfig, LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import LogConfig
-from penstock.errors import StreamBroken
-from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.errors import EngineFault, StreamBroken
+from penstock.gateway.dispatch.dispatcher import FEW, Dispatcher
 from penstock.gateway.relay.reply import Context, Reply, StreamSlots
-from penstock.policy.flow import RequestFacts
+from penstock.policy.contracts import Budgets
+from penstock.policy.flow import Outcome, RequestFacts, UsageRecord
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.resilience.anomalies import Anomalies
+from penstock.policy.tenant import Tenant
 from penstock.policy.terms import QueueTerms
 from penstock.rng import IdSource
 from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger_recovery import read_journal
+from penstock.telemetry.ledger_segment import Kind, decode_record, instance_directories
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import RequestId, SamplingParams
+from penstock.types import RequestId, SamplingParams, TenantId
 
 NEVER_S = 3600.0
+SLICE = 64
+NO_LEDGER = LedgerConfig(enabled=False)
 TURNS = 4
 """Of the event loop: more than there are between an event and its consequences, and no time at all."""
 
@@ -52,8 +61,11 @@ class OnePrompt(Pace):
 class Silent(Reply):
     """Tells its client nothing."""
 
+    __slots__ = ("on_complete",)
+
     def complete(self) -> None:
         assert self.error is None
+        self.on_complete()
 
     def send_error(self, error: Exception) -> None:
         assert self.error is error
@@ -76,12 +88,23 @@ class Output:
 class Desk:
     """A dispatcher in front of one worker, whose output the test plays."""
 
-    def __init__(self, *, max_running: int = 4, **queue: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_running: int = 4,
+        ledger: LedgerConfig = NO_LEDGER,
+        budgets: Budgets | None = None,
+        **queue: float,
+    ) -> None:
         self.clock = ManualClock()
         self.pace, log = OnePrompt(), Log(LogConfig(), self.clock, stream=io.StringIO())
+        self.ledger, self.keeps_records = Ledger(ledger, self.clock, log), ledger.enabled
+        prices = PriceList(PricesConfig(models=(ModelPrice(model="m", output=1.0),)))
+        paid = {} if budgets is None else {"budgets": budgets, "prices": prices, "slice_tokens": SLICE}
         self.backend = FakeBackend(self.clock, step_s=NEVER_S, max_running=max_running)
         self.control = FlowControl(
-            QueueTerms(**{"worker_credit": 0, "kept_share": 0, **queue}), Policies(pace=lambda: self.pace)
+            QueueTerms(**{"worker_credit": 0, "kept_share": 0, **queue}),
+            Policies(pace=lambda: self.pace, **paid),
         )
         policies = SimpleNamespace(
             control=self.control,
@@ -89,14 +112,14 @@ class Desk:
             limiter=SimpleNamespace(headers=lambda now_ns, tenant: ()),
             health=Policies().health,
             prices=PriceList(PricesConfig()),
-            slice_tokens=64,
+            slice_tokens=SLICE,
             hedges=None,
             shed_kv_above=1.0,
         )
         self.dispatcher = Dispatcher(
             policies,
             fleet_of(self.clock, {"m": self.backend}),
-            ledger=Ledger(LedgerConfig(enabled=False), self.clock, log),
+            ledger=self.ledger,
             slots=StreamSlots(100),
             metrics=Metrics(["m"], version="test"),
             clock=self.clock,
@@ -104,14 +127,22 @@ class Desk:
         )
         self.num_looks = 0
         self.dispatcher.on_dispatched = self._looked
+        self.answered: list[str] = []
+        """Requests whose clients have their answer."""
 
     def _looked(self) -> None:
         self.num_looks += 1
 
-    async def ask(self, name: str, *, max_tokens: int = 9) -> None:
+    def _tell(self, name: str) -> None:
+        assert not self.keeps_records or name in recorded(self.ledger), (
+            f"{name} is answered before its record is written"
+        )
+        self.answered.append(name)
+
+    async def ask(self, name: str, *, max_tokens: int = 9, **more: object) -> None:
         exchange = SimpleNamespace(
             request=None, trace=None, first_ns=None, first_usage=None, outcome=None, error=None,
-            is_open=True, headers=(), cell="", migrated="", migration="",
+            is_open=True, headers=(), cell="", migrated="", migration="", id=name, cut=lambda: None,
         )  # fmt: skip
         reply = Silent(
             Context(
@@ -123,7 +154,8 @@ class Desk:
             prompt_token_ids=(1,) * 32,
             sampling=SamplingParams(max_tokens=max_tokens),
         )
-        facts = RequestFacts(id=RequestId(name), route="m", prompt_tokens=32, max_tokens=max_tokens)
+        reply.on_complete = partial(self._tell, name)
+        facts = RequestFacts(id=RequestId(name), route="m", prompt_tokens=32, max_tokens=max_tokens, **more)
         self.dispatcher.submit(facts, reply, [(request, Output(reply))], None)
         await turns()
 
@@ -136,6 +168,13 @@ class Desk:
     def running(self) -> set[str]:
         """Attempts."""
         return set(self.backend._streams)
+
+
+def recorded(ledger: Ledger) -> dict[str, UsageRecord]:
+    """The ends that a gateway would leave behind which is killed now."""
+    (journal,) = instance_directories(ledger.directory)
+    ends = (decode_record(frame.body) for frame in read_journal(journal) if frame.kind == Kind.CLOSE)
+    return {record.request_id: record for record in ends}
 
 
 async def turns() -> None:
@@ -190,3 +229,53 @@ async def test_an_end_is_looked_at_only_where_something_waits_for_the_room() -> 
     assert desk.pace.has_lesson, "its client has its answer first"
     await turns()
     assert (desk.num_looks, desk.pace.num_learned) == (looks + 1, learned + 1)
+
+
+def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Path) -> None:
+    async def run() -> None:
+        num = FEW + 4
+        desk = Desk(max_running=num, ledger=LedgerConfig(directory=str(tmp_path)))
+        await desk.ledger.start()
+        names = [f"r{i}" for i in range(num)]
+        for name in names:
+            await desk.ask(name, max_tokens=2, is_whole=True)
+            desk.step(name)
+            await turns()
+        early, late = names[: num - FEW], names[-FEW:]
+        for name in early:
+            desk.step(name)
+        assert not desk.answered, "others may end in this turn"
+        await turns()
+        assert desk.answered == early, "together, and in their order"
+        for name in late:
+            desk.step(name)
+        assert desk.answered == early + late, "so few do not wait for others"
+        await desk.ledger.stop()
+
+    asyncio.run(run())
+
+
+def test_the_record_of_an_answer_that_its_budget_ended_is_written_if_its_worker_fails_then(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        desk = Desk(
+            ledger=LedgerConfig(directory=str(tmp_path)),
+            budgets=TenantBudgets(BudgetsConfig(), wall_offset_ns=0),
+        )
+        await desk.ledger.start()
+        tenant = Tenant(id=TenantId("acme"), budget_month_micros=SLICE)
+        await desk.ask("r", max_tokens=2 * SLICE, is_whole=True, tenant=tenant)
+        stream = desk.backend._streams[RequestId("r")]
+        stream.abort = lambda: None  # The worker hears of it later.
+        for _ in range(SLICE):
+            desk.step("r")
+        request = desk.control.request(RequestId("r"))
+        assert request is not None
+        assert request.outcome is Outcome.FINISHED, "it is to end here"
+        stream.break_off(EngineFault("it has failed"))
+        assert recorded(desk.ledger)["r"].finish_reason == "budget"
+        assert not desk.answered
+        await desk.ledger.stop()
+
+    asyncio.run(run())

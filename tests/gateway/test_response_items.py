@@ -100,7 +100,7 @@ def test_a_call_that_a_provider_made_is_whole_where_its_response_is(streams: boo
         is_open=True, streaming=True, write=lambda data: None, request=None, outcome=None, first_ns=1,
         reasoning_tokens=0, usage=UsageBody,
     )  # fmt: skip
-    listener = SimpleNamespace(on_first_output=lambda reply: None, on_ended=lambda reply: None)
+    listener = SimpleNamespace(on_first_output=lambda reply: None, on_ended=lambda reply: False)
     context = SimpleNamespace(
         exchange=exchange,
         clock=ManualClock(),

@@ -167,7 +167,7 @@ class Listener:
         pass
 
     def on_ended(self, reply):
-        pass
+        return False
 
 
 class Engine:

@@ -35,8 +35,8 @@ class Listener:
     def on_first_output(self, reply) -> None:
         pass
 
-    def on_ended(self, reply) -> None:
-        pass
+    def on_ended(self, reply) -> bool:
+        return False
 
     def on_bug(self, reply, error: Exception) -> None:
         self.bugs.append(error)

@@ -15,7 +15,13 @@ class Played:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.answers = WholeAnswers(lambda: self.seen.append("flush"), lambda reply, error: self.bug(error))
+        self.answers = WholeAnswers(self.flush, lambda reply, error: self.bug(error))
+        self.flush_fails = False
+
+    def flush(self) -> None:
+        if self.flush_fails:
+            raise ValueError("flush")
+        self.seen.append("flush")
 
     def bug(self, error: Exception) -> None:
         self.seen.append(f"bug {error}")
@@ -62,6 +68,25 @@ def test_one_answer_that_fails_leaves_the_others(played: Played) -> None:
         await asyncio.sleep(0)
         assert played.seen == ["flush", "bug a", "cut a", "b", "sent"]
         assert not played.answers.is_sending
+
+    asyncio.run(turns())
+
+
+def test_no_answer_goes_out_without_its_record_and_the_next_ones_go_on(played: Played) -> None:
+    async def turns() -> None:
+        played.answers.on_sent = lambda: played.seen.append("sent")
+        played.flush_fails = True
+        for name in "ab":
+            played.answers.add(played.reply(name))
+        played.call("behind")
+        await asyncio.sleep(0)
+        assert played.seen == ["bug flush", "cut a", "bug flush", "cut b", "sent"]
+        await asyncio.sleep(0)
+        assert played.seen[5:] == ["behind"]
+        played.flush_fails = False
+        played.answers.add(played.reply("c"))
+        await asyncio.sleep(0)
+        assert played.seen[6:] == ["flush", "c", "sent"]
 
     asyncio.run(turns())
 

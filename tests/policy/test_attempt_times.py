@@ -7,14 +7,14 @@ from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import AttemptTimeout, Evicted, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl
-from penstock.policy.contracts import ModelFacts
+from penstock.policy.contracts import ModelFacts, Pass
 from penstock.policy.extras.hedging import Hedges, HedgeTerms
 from penstock.policy.extras.hooks import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.flow import FallBack, GiveUp, Outcome, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.request import Evict
+from penstock.policy.request import Evict, request_of
 from penstock.policy.resilience.health import FleetHealth
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
@@ -265,6 +265,12 @@ def test_a_request_that_moved_to_another_model_is_evicted_once_at_its_deadline()
     (evicted,) = control.dispatch(S)
     assert isinstance(evicted, Evict)
     assert (evicted.id, evicted.reason) == ("a", "late")
+
+
+def test_a_request_that_moved_is_not_measured_by_what_was_predicted_for_the_first_model() -> None:
+    moved = request_of(facts_of("a"), 0, model_queue=None, verdict=Pass(predicted_ns=S))
+    moved.retarget(request_of(facts_of("a", "small"), 0, model_queue=None, verdict=Pass(predicted_ns=MS)))
+    assert (moved.facts.route, moved.predicted_ns) == ("small", 0)
 
 
 def test_as_many_attempts_are_given_up_as_another_place_takes() -> None:

@@ -4,6 +4,7 @@ import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from usage_records import MemorySink, closed, opened, progress
@@ -18,7 +19,7 @@ from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger, LedgerTerms
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_segment import LedgerLimits
+from penstock.telemetry.ledger_segment import LedgerLimits, Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import TenantId
@@ -79,6 +80,47 @@ def test_ends_are_written_together_by_the_flush_that_their_clients_wait_for_and_
         assert sink.records == {name: closed(name) for name in "abcd"}
 
     asyncio.run(run())
+
+
+def test_an_end_that_waits_for_a_flush_is_written_in_the_next_turn_by_itself(tmp_path: Path) -> None:
+    async def run() -> None:
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=MemorySink(), limits=SMALL)
+        await ledger.start()
+        ledger.open(opened("a"))
+        await asyncio.sleep(0)
+        ledger.close_soon(lambda: closed("a"))
+        assert ledger.statistics().closed == 0
+        await asyncio.sleep(0)
+        assert ledger.statistics().closed == 1
+        await ledger.stop()
+
+    asyncio.run(run())
+
+
+def test_one_record_that_cannot_be_made_loses_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        sink = MemorySink()
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
+        await ledger.start()
+        for name in "abcd":
+            ledger.open(opened(name))
+        ledger.close_soon(lambda: closed("a"))
+        ledger.close_soon(lambda: cast("UsageRecord", {}["b"]))
+        ledger.close_soon(lambda: closed("a"))  # A second end.
+        ledger.close_soon(lambda: closed("c"))
+        ledger.slice("d", lambda: cast("Progress", {}["d"]))
+        with pytest.raises(KeyError, match="d"):
+            ledger.flush()
+        ledger.flush()
+        assert (ledger.statistics().open, ledger.statistics().closed) == (2, 2)
+        ledger.close(closed("d"))
+        await ledger.stop()
+        assert set(sink.records) == set("acd")
+
+    asyncio.run(run())
+    assert capsys.readouterr().err.count("the end of a request could not be recorded") == 2
 
 
 def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path: Path) -> None:

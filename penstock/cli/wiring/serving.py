@@ -224,7 +224,7 @@ class Serving:
                     return 0
                 takeover = loading.result()
                 await self._spares.close()
-                gc_tuning.tune_server()
+                gc_tuning.tune_server()  # Again, for what loading made: little is left to move.
                 if takeover is not None:
                     await self._stack.take_over(takeover)
                     self._save_key()  # Until here the file is the running server's.
@@ -242,7 +242,7 @@ class Serving:
         self._hosts = tuple(str(each.getsockname()[0]) for each in self._stack.listeners)
         if takeover is None:
             self._save_key()
-        gc_tuning.tune_server()  # While models load: behind them it would hold up the first request.
+        gc_tuning.tune_server()  # While models load: all of it behind them would hold up the first request.
         with loading_display(console.err()) as display:
             await self._stack.wait_ready(display)
         return takeover

@@ -28,7 +28,7 @@ from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.request import Request
 from penstock.protocol.cells import Guest
 from penstock.telemetry.catalog import OutcomeLabel as Answer
-from penstock.telemetry.ledger import Ledger, RequestRecords, is_written_late
+from penstock.telemetry.ledger import Ledger, RequestRecords
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, WorkerId
@@ -267,12 +267,12 @@ class Dispatcher:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
-        is_late = is_written_late(request.facts, outcome)
-        if is_together := is_late and len(self.control) > FEW:
+        is_whole = request.facts.is_whole
+        if is_together := is_whole and outcome is Outcome.FINISHED and len(self.control) > FEW:
             self.answers.add(reply)
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
-        if is_late and not is_together:
+        if is_whole and not is_together:  # Also of one that failed: a budget may have ended it well before.
             self._records.flush()
         return is_together
 

@@ -42,17 +42,25 @@ class WholeAnswers:
             asyncio.get_running_loop().call_soon(call)
 
     def _send(self) -> None:
-        self._flush()
         replies, self._replies = self._replies, []
         behind, self._behind = self._behind, []
         for call in behind:
             asyncio.get_running_loop().call_soon(call)
+        try:
+            self._flush()
+        except Exception as error:  # noqa: BLE001 - the answers that follow have records of their own.
+            for reply in replies:
+                self._cut(reply, error)
+            replies = []
         self.is_sending = True
         for reply in replies:
             try:
                 reply.complete()
             except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-                self._on_bug(reply, error)
-                reply.exchange.cut()
+                self._cut(reply, error)
         self.is_sending = False
         self.on_sent()
+
+    def _cut(self, reply: Reply, error: Exception) -> None:
+        self._on_bug(reply, error)
+        reply.exchange.cut()

@@ -85,11 +85,11 @@ class Promises:
     def __init__(self, config: AdmissionConfig) -> None:
         self._all = TtftTarget(ttft_ms=config.ttft_target_ms, tpot_ms=config.tpot_target_ms)
         self._targets = {(target.band, target.tier): target for target in config.targets}
-        self._found: dict[tuple[str, str], Promise] = {}
+        self._found: dict[tuple[str, str], Promise] = {}  # A configuration has a few of both.
 
     def of(self, *, tier: str, band: str) -> Promise:
         """The promise to a request of this tier and band, as configured."""
-        found = self._found.get((tier, band))  # Asked four times for each request.
+        found = self._found.get((tier, band))
         if found is None:
             found = self._found[tier, band] = self._narrowest(tier, band)
         return found
@@ -129,8 +129,6 @@ PREFER_FRACTION, PREFER_SAVES_MS = 0.5, 200.0
 time, and when that saves at least so much."""
 RETRY_AFTER_MAX_S, RETRY_AFTER_DEFAULT_S = 60.0, 2.0
 """The second is for refused clients while nothing is known of how fast the queue drains."""
-TERMS_KEPT = 1024
-"""Pairs of band and tier whose promises are kept as reckoned."""
 RETRIES_KEPT = 4096
 """Tenants and models whose promised times to come back are kept, so that those do not all come back at
 once."""
@@ -202,7 +200,7 @@ class AdmissionControl:
         self._default = bands[default_level(bands)].name
         self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in bands}
         self._protected = {band.name for band in bands if band.protected}
-        self._terms: dict[tuple[str, str], _Terms] = {}
+        self._terms: dict[tuple[str, str], _Terms] = {}  # As few as `Promises` has.
         self._comebacks = RetryAfterSchedule(
             wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT
         )
@@ -341,8 +339,6 @@ class AdmissionControl:
     def _terms_of(self, tenant: Tenant) -> _Terms:
         found = self._terms.get((tenant.band, tenant.tier))
         if found is None:
-            if len(self._terms) >= TERMS_KEPT:  # Tenants come and go with reloads.
-                self._terms.clear()
             found = self._terms[tenant.band, tenant.tier] = self._made_terms(tenant)
         return found
 
