@@ -63,8 +63,8 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     skip_s: float = 5.0
     """And that also after it has been passed over for this long."""
     late_kept: int = 4
-    """While no more wait for a model, and none had to leave for being late a while ago, what is late waits
-    on: a refusal would help hardly any other request."""
+    """Where no more wait and run when the first of them is late, these wait on: a refusal would help hardly
+    any other request."""
     aside_max: int = 16
     """Requests of one band that wait aside at once because they are too large; more hold up their tenant
     only."""

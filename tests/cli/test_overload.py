@@ -44,6 +44,8 @@ class Kept(OpenLoad):
                 asked = Asked(overload.SENDERS[0], overload.KINDS[0], 0)
                 self.all[id(asked)] = asked
                 asked.status, asked.end_ns, asked.tokens = 200, 1, overload.KINDS[0].output_tokens
+            else:  # A refusal takes no time: without a pause it would be asked for thousands of times.
+                await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def crowded(**admission) -> Rig:
     return rig
 
 
+DUE = AdmissionConfig().ttft_target_ms * NS_PER_MS
 BUSY = 600 * NS_PER_MS
 LATE = BUSY + 130 * NS_PER_MS
 
@@ -177,22 +178,32 @@ def test_one_that_was_only_not_looked_at_in_time_starts_where_there_is_room() ->
     assert (type(evicted), evicted.id) == (Evict, "r2"), "it waited for the other one"
 
 
-@pytest.mark.parametrize("at_ns", [LOOKS, BUSY], ids=["it is not due", "it is due"])
-def test_others_that_are_late_leave_only_where_there_is_no_room(at_ns: int) -> None:
+def test_others_that_can_be_in_time_leave_only_where_there_is_no_room() -> None:
     rig = Rig(slots=4, small=False)
     for number in range(6):
         assert isinstance(rig.flow.arrive(0, ask(number)), Queued)
-    done = [(type(action), action.id) for action in rig.flow.dispatch(at_ns)]
+    done = [(type(action), action.id) for action in rig.flow.dispatch(LOOKS)]
     assert done == [(Start if number < 4 else Evict, f"r{number}") for number in range(6)]
+
+
+def test_one_whose_time_is_over_takes_no_room_from_one_that_is_in_time() -> None:
+    rig = Rig(slots=1, small=False)
+    rig.fill(1)
+    for number, at_ns in enumerate((0, 9 * NS_PER_S, 70 * NS_PER_S - 50 * NS_PER_MS)):
+        assert isinstance(rig.flow.arrive(at_ns, ask(number)), Queued)
+    rig.flow.ended(70 * NS_PER_S, RequestId("r10000"), Outcome.FINISHED, Usage(prompt_tokens=500))
+    done = [(type(action), action.id) for action in rig.flow.dispatch(70 * NS_PER_S)]
+    assert done == [(Evict, "r0"), (Evict, "r1"), (Start, "r2")]
 
 
 @given(
     slots=st.integers(1, 4),
     events=st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40),
 )
-def test_none_is_refused_for_its_promise_while_a_worker_has_room(slots: int, events) -> None:
+def test_none_is_refused_before_it_is_due_while_a_worker_has_room(slots: int, events) -> None:
     """Whatever the gateway's own delays between its looks; at each some come, or all that run end."""
     rig, now_ns, running = Rig(slots=slots, small=False), 0, set[RequestId]()
+    came = dict[RequestId, int]()
     for number, (after_ms, ends) in enumerate(events):
         now_ns += after_ms * NS_PER_MS
         if ends:
@@ -201,34 +212,48 @@ def test_none_is_refused_for_its_promise_while_a_worker_has_room(slots: int, eve
             running.clear()
         else:
             rig.flow.arrive(now_ns, ask(number))
+            came[RequestId(f"r{number}")] = now_ns
         for action in rig.flow.dispatch(now_ns) if number % 3 else ():
             if isinstance(action, Start):
                 running.add(action.id)
             else:
-                assert len(running) == slots, f"{action.id} had room"
+                is_due = now_ns - came[action.id] >= DUE
+                assert is_due or len(running) == slots, f"{action.id} had room"
 
 
-def test_the_first_few_that_are_late_wait_on_until_one_had_to_leave() -> None:
-    kept = QueueTerms().late_kept
-    rig = Rig(slots=1, small=False, queue={"late_kept": kept})
-    rig.fill(1 + kept)
-    assert not rig.flow.dispatch(BUSY), "a refusal would help nobody"
-    rig.fill(1, at_ns=BUSY, first=20_000)
+def few(num: int) -> Rig:
+    """So many are here: one runs, the others wait."""
+    rig = Rig(slots=1, small=False, queue={"late_kept": QueueTerms().late_kept})
+    rig.fill(num)
+    return rig
+
+
+def test_a_few_that_are_here_when_the_first_is_late_wait_on_and_later_ones_do_not() -> None:
+    rig, other = few(QueueTerms().late_kept - 1), tenant("other", band="priority")
+    assert isinstance(rig.flow.arrive(0, ask(0, other)), Queued)
+    assert [action.id for action in rig.flow.dispatch(0)] == ["r0"], "a tenant's first has a row"
+    assert not rig.flow.dispatch(LOOKS), "a refusal would help nobody"
+    assert isinstance(rig.flow.arrive(LOOKS, ask(1, degrade="never")), Refused), "it would be late too"
+    assert isinstance(rig.flow.arrive(LOOKS, ask(2, other)), Queued)
     gone = [(action.id, action.reason) for action in rig.flow.dispatch(2 * BUSY) if isinstance(action, Evict)]
-    assert gone == [("r20000", "late")], "the others were there first"
+    assert gone == [("r2", "late")], "the others were there first"
     rig.flow.ended(2 * BUSY, RequestId("r10000"), Outcome.FINISHED, Usage(prompt_tokens=500))
     assert [action.id for action in rig.flow.dispatch(2 * BUSY)] == ["r10001"]
-    answer = rig.flow.arrive(2 * BUSY, ask(1, degrade="never"))
-    assert isinstance(answer, Refused), "for the next 10 s others would be harmed"
 
 
-def test_the_bound_that_a_client_gives_itself_holds_also_for_the_first_few() -> None:
-    rig = Rig(slots=1, small=False, queue={"late_kept": 4})
-    rig.fill(1)
-    patient = ask(1, first_token_ns=NS_PER_S, max_wait_ns=NS_PER_S)
-    assert isinstance(rig.flow.arrive(0, patient), Queued)
+def test_of_more_than_a_few_all_leave() -> None:
+    num = QueueTerms().late_kept
+    gone = [type(action) for action in few(1 + num).flow.dispatch(LOOKS)]
+    assert gone == [Evict] * num, "but for the one that runs"
+
+
+def test_one_whose_client_gave_a_bound_does_not_wait_on() -> None:
+    rig = few(1)
+    rig.flow.first_output(LOOKS, RequestId("r10000"))
+    assert isinstance(rig.flow.arrive(LOOKS, ask(1, first_token_ns=NS_PER_S)), Queued)
     (evicted,) = rig.flow.dispatch(NS_PER_S)
-    assert (type(evicted), evicted.id) == (Evict, "r1")
+    assert isinstance(evicted, Evict)
+    assert (evicted.id, evicted.reason) == ("r1", "late"), "sooner than its bound, to be asked for elsewhere"
 
 
 def has_room(rig: Rig) -> bool:

@@ -343,9 +343,7 @@ class FlowControl:
         times += [due_ns for next_ns in self._hooks.next_ns if (due_ns := next_ns()) is not None]
         if self._pending or self._dirty:
             times.append(now_ns)
-        if self._drain_ns is not None and any(
-            request.state is not State.STOPPING for request in self._requests.values()
-        ):
+        if self._drain_ns is not None and any(each.state is not State.STOPPING for each in self.requests()):
             times.append(self._drain_ns)
         return max(min(times), now_ns) if times else None
 
@@ -387,20 +385,22 @@ class FlowControl:
         return self._requests.get(name) or self._requests[RequestId(name.rpartition(MARK)[0])]
 
     def _serve(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
-        if model_queue.queue.expired(now_ns) is not None:  # None is too late where a worker has room.
-            self._start_all(now_ns, model_queue, actions)
         while (late := model_queue.next_expired(now_ns)) is not None:
             work, reason = late
+            request = self._requests[work.id]
             if reason == "late":
-                leaves = self._fallbacks.too_late(now_ns, self._requests[work.id])
-                actions += () if leaves is None else (leaves,)
-                if model_queue.waits_on(now_ns, work) or leaves is not None:
+                if now_ns < work.deadline_ns and self._start_all(now_ns, model_queue, actions):
+                    continue  # Nobody looked when it had to start: what fits can still be in time.
+                if (leaves := self._fallbacks.too_late(now_ns, request)) is not None:
+                    actions.append(leaves)
+                    continue
+                if model_queue.waits_on(now_ns, work, is_bound=request.facts.first_token_ns > 0):
                     continue
             error: PenstockError = _no_worker(model_queue.route)
             if (said := _EXPIRED.get(reason)) is not None:
                 waited = f"waited {(now_ns - work.queued_ns) / NS_PER_S:.1f} s{said}"
                 error = Evicted(waited, retry_after_s=model_queue.retry_after_s())
-            self._evict(now_ns, self._requests[work.id], reason, error, actions)
+            self._evict(now_ns, request, reason, error, actions)
         if model_queue.queue.num_waiting and not model_queue.wake_ns:
             self._look_elsewhere(now_ns, model_queue, actions)
         self._start_all(now_ns, model_queue, actions)
@@ -412,8 +412,9 @@ class FlowControl:
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, model_queue))
 
-    def _start_all(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
-        """Start what fits a worker, in the queue's order."""
+    def _start_all(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> bool:
+        """Start what fits a worker, in the queue's order; whether something did."""
+        num = len(actions)
         while (start := model_queue.next_start(now_ns)) is not None:
             work, worker = start
             request = self._requests[work.id]
@@ -421,6 +422,7 @@ class FlowControl:
             answer = self._advance(now_ns, request, Event.DISPATCH)
             assert isinstance(answer, Start), "what is dispatched starts"
             actions.append(answer)
+        return len(actions) > num
 
     def _shed(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
         """Make KV memory free at workers that reported it nearly full: after every report.
@@ -439,9 +441,7 @@ class FlowControl:
                 self._evict(now_ns, request, "memory", error, actions)
 
     def _look_elsewhere(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
-        """If no worker is left, or none may be used: what waits falls back to another model under the rules
-        of admission, else it waits on.
-        """
+        """No worker is left, or none may be used: what waits falls back if admission lets it, else waits."""
         found, stay, more = self._fallbacks.ask(now_ns, model_queue)
         actions += found
         if model_queue.down_ns is not None and not self._config.no_worker_wait_s:

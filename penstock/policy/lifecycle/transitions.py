@@ -435,6 +435,7 @@ class Fallbacks:
         action = self.leave(now_ns, request, "slo")
         if action is not None:
             request.model_queue.queue.wait_on(request)
+            request.model_queue.pace.too_late(now_ns, request)
         return action
 
     def leave(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:

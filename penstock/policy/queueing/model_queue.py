@@ -27,14 +27,11 @@ from penstock.policy.queueing.pace import Pace
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
-_HEADROOM_ROWS = 8
-"""With fewer rows one row is too much to leave free."""
-_OVER = 1.5
-"""Times its part: more is over it. A tenant near its part is not held back."""
+_HEADROOM_ROWS = 8  # With fewer rows one row is too much to leave free.
+_OVER = 1.5  # Times its part: more is over it. A tenant near its part is not held back.
 _PACE = 8  # The mean time between two starts follows the last so many.
 _LOST_WAIT_S = 30.0
-"""With `queue.no_worker_wait_s` 0 new requests do not wait for a worker; one that ran on a lost worker
-does."""
+"""With `queue.no_worker_wait_s` 0 new requests do not wait for a worker; one whose worker was lost does."""
 _NOBODY: Collection[WorkerId] = ()
 
 
@@ -42,7 +39,7 @@ class ModelQueue:
     """The requests that wait for one model, and the workers that could run them."""
 
     __slots__ = (
-        "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
+        "_config", "_deployments", "_down_ns", "_few_ns", "_found", "_health", "_holds", "_last_ns",
         "_no_worker_ns", "_now_ns", "apart", "avoid", "gap_ns", "held", "leaving", "pace", "peers",
         "placement", "queue", "route", "timer_ns", "workers",
     )  # fmt: skip
@@ -81,6 +78,7 @@ class ModelQueue:
         self._no_worker_ns = int((config.no_worker_wait_s or _LOST_WAIT_S) * NS_PER_S)
         self._now_ns = now_ns
         self._found: WorkerCapacity | None = None
+        self._few_ns = 0  # When a request was late, after none was for a while, and few were here.
         self._holds: list[tuple[int, int, Work]] = []
         """When what is held for a warm worker is released to all."""
 
@@ -256,14 +254,16 @@ class ModelQueue:
             return oldest, "no_worker"
         return None
 
-    def waits_on(self, now_ns: int, work: Work) -> bool:
-        """Whether one that is late is in nobody's way: few wait, and none had to leave lately; else noted."""
-        is_quiet = self.queue.num_waiting <= self._config.late_kept and not self.pace.is_any_late(now_ns)
-        if is_quiet and not work.max_wait_ns:
-            self.queue.wait_on(work)
-            return True
+    def waits_on(self, now_ns: int, work: Work, *, is_bound: bool) -> bool:
+        """Whether one that is late waits on, unless its client set a bound: few were here at the first."""
+        num = self.queue.num_waiting + self.workers.num_running
+        if num <= self._config.late_kept and not self.pace.is_any_late(now_ns):
+            self._few_ns = now_ns
         self.pace.too_late(now_ns, work)
-        return False
+        if is_bound or work.queued_ns >= self._few_ns:
+            return False
+        self.queue.wait_on(work)
+        return True
 
     def due_ns(self, now_ns: int) -> int | None:
         """When the lane must be looked at next, if nothing happens until then."""

@@ -144,7 +144,7 @@ class Pace:
         return bool(late) and any(now_ns - late_ns <= LATE_NS for late_ns in late.values())
 
     def too_late(self, now_ns: int, work: Work) -> None:
-        """It left the queue because its start would have been too late."""
+        """Its start would be too late: it leaves the queue, or is one of the few that wait on."""
         self._late_ns[work.level] = now_ns
 
     def is_busy(self, worker: WorkerCapacity) -> bool:
