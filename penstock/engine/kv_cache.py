@@ -13,6 +13,7 @@ yet.
 
 import ctypes
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -177,11 +178,15 @@ def round_heads(kv: torch.Tensor) -> torch.Tensor:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that the system hands out page by page when they are first touched.
 
-    Zeroing gigabytes at the start would cost seconds and hold memory that few requests ever use. Starts on a
-    huge page.
+    Zeroing gigabytes at the start would cost seconds and hold memory that few requests ever use. Mapped, not
+    asked of malloc, which may give what was in use and must be cleared. Starts on a huge page.
     """
     num_bytes = prod(shape) * dtype.itemsize
-    memory = as_tensor(np.zeros(num_bytes + HUGE_PAGE_BYTES, np.uint8))
+    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # A kernel may be built without them.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = as_tensor(np.frombuffer(mapped, np.uint8))
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     return memory[start : start + num_bytes].view(dtype).view(shape)
 

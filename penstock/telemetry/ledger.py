@@ -92,7 +92,7 @@ class Ledger:
                 path = ledger_segment.database_path(self.directory)
                 self._sink = SqliteSink(path, self._clock, keep_days=config.keep_days)
             self._recover(self._sink)
-            journal = Journal(claim, config, self._clock, self._disk_trouble, self._limits)
+            journal = Journal(claim, config, self._clock, self._trouble, self._limits)
         except OSError as error:
             claim.release(remove=True)
             raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
@@ -183,8 +183,12 @@ class Ledger:
                     record = make()
                     self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
                 except Exception as error:  # noqa: BLE001 - one record's bug must not lose the others.
-                    self._log.bug("the end of a request could not be recorded", error)
+                    self.bug("the end of a request could not be recorded", error)
             self._journal.flush()
+
+    def bug(self, what: str, error: Exception) -> None:
+        """Log that something of a record could not be made."""
+        self._log.bug(what, error)
 
     async def spent(self) -> list[Spent]:
         """The spending of every tenant of this day and month, by each process that wrote to this directory:
@@ -229,13 +233,16 @@ class Ledger:
             try:
                 journal.sync()
             except OSError as error:
-                self._disk_trouble("the journal cannot be synced", error)
+                self._trouble("the journal cannot be synced", error)
 
     def _damaged(self, path: Path, offset: int, length: int) -> None:
         report_damage(self.directory, self._claim.instance, Damage(path, offset, length), self._log)
 
-    def _disk_trouble(self, what: str, error: OSError) -> None:
-        self._log.error(what, error=error, directory=str(self.directory))
+    def _trouble(self, what: str, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._log.error(what, error=error, directory=str(self.directory))
+        else:
+            self.bug(what, error)
 
 
 def _bounded(record: UsageRecord) -> UsageRecord:
@@ -276,10 +283,14 @@ class RequestRecords:
             self._ledger.close(self._record(request, machine_micros, wall_ns))
 
     def _record(self, request: Request, machine_micros: int, wall_ns: int) -> UsageRecord:
-        record = request.record(wall_ns)
-        if version := self._prices.version:
-            record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
-        return record
+        try:
+            record = request.record(wall_ns)
+            if version := self._prices.version:
+                record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
+            return record
+        except Exception as error:  # noqa: BLE001 - one record's bug must not keep its request open.
+            self._ledger.bug(f"the usage of {request.id} could not be recorded", error)
+            return replace(_opening_record(request.facts, wall_ns), error=type(error).__name__)
 
     def _progress(self, request: Request) -> Progress:
         facts = request.facts

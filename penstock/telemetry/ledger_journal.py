@@ -86,12 +86,12 @@ class Journal:
         claim: Claim,
         config: LedgerConfig,
         clock: Clock,
-        on_error: Callable[[str, OSError], None],
+        on_error: Callable[[str, Exception], None],
         limits: LedgerLimits = LEDGER_LIMITS,
     ) -> None:
         """Make the first segment. `OSError`: there is no room for it.
 
-        `on_error` hears of the disk's troubles.
+        `on_error` hears of the disk's troubles, and of slices that cannot be made.
         """
         self._claim, self._config, self._clock, self._on_error = claim, config, clock, on_error
         self._limits = limits
@@ -165,11 +165,15 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
-        while self._slices:  # One by one: that of a bug is not asked for again.
-            request_id, make = self._slices.popitem()
-            frame = to_frame(_SLICE, encode(make()))
-            self._live[request_id].progress = frame
-            self._append(frame)
+        if self._slices:
+            slices, self._slices = self._slices, {}
+            for request_id, make in slices.items():
+                try:
+                    frame = to_frame(_SLICE, encode(make()))
+                    self._live[request_id].progress = frame
+                    self._append(frame)
+                except Exception as error:  # noqa: BLE001 - one slice's bug must not hold back the rest.
+                    self._on_error("the usage of a running request could not be recorded", error)
         if not self._frames:
             return
         if self._is_old() and self._prepare():

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from fake_backend import FakeBackend
 from fleets import fleet_of
 
@@ -25,6 +26,7 @@ from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.pace import Pace
+from penstock.policy.request import Request
 from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import QueueTerms
@@ -129,6 +131,8 @@ class Desk:
         self.dispatcher.on_dispatched = self._looked
         self.answered: list[str] = []
         """Requests whose clients have their answer."""
+        self.cut: list[str] = []
+        """Requests whose connections were closed."""
 
     def _looked(self) -> None:
         self.num_looks += 1
@@ -142,7 +146,8 @@ class Desk:
     async def ask(self, name: str, *, max_tokens: int = 9, **more: object) -> None:
         exchange = SimpleNamespace(
             request=None, trace=None, first_ns=None, first_usage=None, outcome=None, error=None,
-            is_open=True, headers=(), cell="", migrated="", migration="", id=name, cut=lambda: None,
+            is_open=True, headers=(), cell="", migrated="", migration="", id=name,
+            cut=partial(self.cut.append, name),
         )  # fmt: skip
         reply = Silent(
             Context(
@@ -250,6 +255,57 @@ def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Pa
         for name in late:
             desk.step(name)
         assert desk.answered == early + late, "so few do not wait for others"
+        await desk.ledger.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num", [1, FEW + 4])
+def test_no_client_waits_for_an_answer_whose_record_cannot_be_written(
+    num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        monkeypatch.undo()  # Once.
+        raise ValueError("it is broken")
+
+    async def run() -> None:
+        desk = Desk(max_running=num, ledger=LedgerConfig(directory=str(tmp_path)))
+        await desk.ledger.start()
+        names = [f"r{i}" for i in range(num)]
+        for name in names:
+            await desk.ask(name, max_tokens=2, is_whole=True)
+            desk.step(name)
+            await turns()
+        cut = names[: max(1, num - FEW)]
+        monkeypatch.setattr(desk.ledger._journal, "flush", broken)
+        for name in cut:
+            desk.step(name)
+        await turns()
+        assert (desk.cut, desk.answered) == (cut, [])
+        assert set(recorded(desk.ledger)) == set(cut), "written a turn later"
+        for name in names[len(cut) :]:
+            desk.step(name)
+        assert (desk.cut, desk.answered) == (cut, names[len(cut) :])
+        await desk.ledger.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_end_that_cannot_be_told_is_recorded_as_failed(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Request, "record", lambda request, wall_ns: {}["usage"])
+
+    async def run() -> None:
+        desk = Desk(ledger=LedgerConfig(directory=str(tmp_path)))
+        await desk.ledger.start()
+        await desk.ask("r", max_tokens=1, is_whole=is_whole)
+        desk.step("r")
+        assert desk.answered == ["r"]
+        record = recorded(desk.ledger)["r"]
+        assert (record.outcome, record.error) == (Outcome.FAILED, "KeyError")
+        assert desk.ledger.statistics().open == 0
         await desk.ledger.stop()
 
     asyncio.run(run())

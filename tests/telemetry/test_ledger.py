@@ -19,7 +19,8 @@ from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger, LedgerTerms
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_segment import LedgerLimits, Progress
+from penstock.telemetry.ledger_recovery import read_journal
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import TenantId
@@ -97,7 +98,7 @@ def test_an_end_that_waits_for_a_flush_is_written_in_the_next_turn_by_itself(tmp
     asyncio.run(run())
 
 
-def test_one_record_that_cannot_be_made_loses_no_other(
+def test_one_record_or_slice_that_cannot_be_made_loses_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def run() -> None:
@@ -111,16 +112,22 @@ def test_one_record_that_cannot_be_made_loses_no_other(
         ledger.close_soon(lambda: closed("a"))  # A second end.
         ledger.close_soon(lambda: closed("c"))
         ledger.slice("d", lambda: cast("Progress", {}["d"]))
-        with pytest.raises(KeyError, match="d"):
-            ledger.flush()
+        ledger.slice("b", lambda: progress("b", 4))
         ledger.flush()
         assert (ledger.statistics().open, ledger.statistics().closed) == (2, 2)
+        (journal,) = ledger_segment.instance_directories(tmp_path)
+        frames = [(frame.kind, frame.body) for frame in read_journal(journal)]
+        ends = [ledger_segment.decode_record(body) for kind, body in frames if kind == Kind.CLOSE]
+        assert [end.request_id for end in ends] == ["a", "c"]
+        assert [kind for kind, _ in frames].count(Kind.SLICE) == 1, "that of b"
         ledger.close(closed("d"))
         await ledger.stop()
         assert set(sink.records) == set("acd")
 
     asyncio.run(run())
-    assert capsys.readouterr().err.count("the end of a request could not be recorded") == 2
+    said = capsys.readouterr().err
+    assert said.count("the end of a request could not be recorded") == 2
+    assert said.count("the usage of a running request could not be recorded") == 1
 
 
 def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path: Path) -> None:

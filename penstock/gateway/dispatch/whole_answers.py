@@ -50,17 +50,18 @@ class WholeAnswers:
             self._flush()
         except Exception as error:  # noqa: BLE001 - the answers that follow have records of their own.
             for reply in replies:
-                self._cut(reply, error)
+                self.cut(reply, error)
             replies = []
         self.is_sending = True
         for reply in replies:
             try:
                 reply.complete()
             except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-                self._cut(reply, error)
+                self.cut(reply, error)
         self.is_sending = False
         self.on_sent()
 
-    def _cut(self, reply: Reply, error: Exception) -> None:
+    def cut(self, reply: Reply, error: Exception) -> None:
+        """End its client's connection for a bug, as its record or the answer itself cannot be written."""
         self._on_bug(reply, error)
         reply.exchange.cut()
