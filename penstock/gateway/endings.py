@@ -20,7 +20,7 @@ from penstock.types import RequestId
 
 
 class Endings:
-    """Exchanges that are over and not told of yet."""
+    """Exchanges that are over and still to be counted and logged."""
 
     def __init__(self, services: Services, recorder: Recorder, traces: RequestTraces) -> None:
         self._services, self._recorder, self._traces = services, recorder, traces
@@ -31,7 +31,7 @@ class Endings:
         self._answers.on_sent = self.tell
 
     def take(self, exchange: Exchange) -> None:
-        """It is over: it is told of now, or behind the other answers that are being sent."""
+        """Count and log it now, or once the answers that are being sent have all been sent."""
         self._over.append((exchange, self._clock.now_ns()))
         if not self._answers.is_sending:
             self.tell()

@@ -236,16 +236,22 @@ async def test_an_end_is_looked_at_only_where_something_waits_for_the_room() -> 
     assert (desk.num_looks, desk.pace.num_learned) == (looks + 1, learned + 1)
 
 
+async def half_answered(desk: Desk, num: int) -> list[str]:
+    """So many requests for whole answers of two tokens, each with its first; their names."""
+    names = [f"r{i}" for i in range(num)]
+    for name in names:
+        await desk.ask(name, max_tokens=2, is_whole=True)
+        desk.step(name)
+        await turns()
+    return names
+
+
 def test_clients_of_whole_answers_hear_of_them_behind_their_records(tmp_path: Path) -> None:
     async def run() -> None:
         num = FEW + 4
         desk = Desk(max_running=num, ledger=LedgerConfig(directory=str(tmp_path)))
         await desk.ledger.start()
-        names = [f"r{i}" for i in range(num)]
-        for name in names:
-            await desk.ask(name, max_tokens=2, is_whole=True)
-            desk.step(name)
-            await turns()
+        names = await half_answered(desk, num)
         early, late = names[: num - FEW], names[-FEW:]
         for name in early:
             desk.step(name)
@@ -271,11 +277,7 @@ def test_no_client_waits_for_an_answer_whose_record_cannot_be_written(
     async def run() -> None:
         desk = Desk(max_running=num, ledger=LedgerConfig(directory=str(tmp_path)))
         await desk.ledger.start()
-        names = [f"r{i}" for i in range(num)]
-        for name in names:
-            await desk.ask(name, max_tokens=2, is_whole=True)
-            desk.step(name)
-            await turns()
+        names = await half_answered(desk, num)
         cut = names[: max(1, num - FEW)]
         monkeypatch.setattr(desk.ledger._journal, "flush", broken)
         for name in cut:

@@ -60,15 +60,21 @@ def test_a_request_reaches_the_database(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+async def with_open(names: str, place: Path, sink: MemorySink) -> Ledger:
+    """A ledger that runs and has these requests open."""
+    ledger = Ledger(config(place), CLOCK, LOG, sink=sink, limits=SMALL)
+    await ledger.start()
+    for name in names:
+        ledger.open(opened(name))
+    return ledger
+
+
 def test_ends_are_written_together_by_the_flush_that_their_clients_wait_for_and_by_a_stop(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
         sink = MemorySink()
-        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
-        await ledger.start()
-        for name in "abcd":
-            ledger.open(opened(name))
+        ledger = await with_open("abcd", tmp_path, sink)
         ledger.close_soon(lambda: closed("a"))
         ledger.slice("b", lambda: pytest.fail("its end follows in the same turn"))
         ledger.close_soon(lambda: closed("b"))
@@ -103,10 +109,7 @@ def test_one_record_or_slice_that_cannot_be_made_loses_no_other(
 ) -> None:
     async def run() -> None:
         sink = MemorySink()
-        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
-        await ledger.start()
-        for name in "abcd":
-            ledger.open(opened(name))
+        ledger = await with_open("abcd", tmp_path, sink)
         ledger.close_soon(lambda: closed("a"))
         ledger.close_soon(lambda: cast("UsageRecord", {}["b"]))
         ledger.close_soon(lambda: closed("a"))  # A second end.

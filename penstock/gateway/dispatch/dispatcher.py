@@ -272,13 +272,8 @@ class Dispatcher:
             self.answers.add(reply)
         now_ns, reason = self._clock.now_ns(), label or ""
         self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
-        if is_whole and not is_together:  # Also of one that failed: a budget may have ended it well before.
-            try:
-                self._records.flush()
-            except Exception as error:  # noqa: BLE001 - its client must not wait for ever.
-                self.answers.cut(reply, error)
-                return True
-        return is_together
+        # Also of one that failed: a budget may have ended it well before.
+        return is_together or (is_whole and not self.answers.record((reply,)))
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
 

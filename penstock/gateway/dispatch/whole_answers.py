@@ -5,14 +5,14 @@ One after the other they find code and objects in the processor's caches, and th
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.backends.base import nothing
 from penstock.gateway.relay.reply import Reply
 
 
 class WholeAnswers:
-    """Answers whose requests have ended and whose clients have not heard of it."""
+    """Complete answers that are still to be sent to their clients."""
 
     def __init__(self, flush: Callable[[], None], on_bug: Callable[[Reply, Exception], None]) -> None:
         """`flush` writes the records that were closed."""
@@ -27,7 +27,7 @@ class WholeAnswers:
         return len(self._replies)
 
     def add(self, reply: Reply) -> None:
-        """Answer in the next turn of the event loop, before everything that `soon` is told from here on."""
+        """Send it in the next turn of the event loop, before all calls that are given to `soon` later."""
         if not self._replies:
             asyncio.get_running_loop().call_soon(self._send)
         self._replies.append(reply)
@@ -46,22 +46,28 @@ class WholeAnswers:
         behind, self._behind = self._behind, []
         for call in behind:
             asyncio.get_running_loop().call_soon(call)
-        try:
-            self._flush()
-        except Exception as error:  # noqa: BLE001 - the answers that follow have records of their own.
-            for reply in replies:
-                self.cut(reply, error)
-            replies = []
+        recorded = replies if self.record(replies) else []
         self.is_sending = True
-        for reply in replies:
+        for reply in recorded:
             try:
                 reply.complete()
             except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-                self.cut(reply, error)
+                self._cut(reply, error)
         self.is_sending = False
         self.on_sent()
 
-    def cut(self, reply: Reply, error: Exception) -> None:
-        """End its client's connection for a bug, as its record or the answer itself cannot be written."""
+    def record(self, replies: Sequence[Reply]) -> bool:
+        """Write the records of these answers. False: a bug prevents it, and the clients' connections are cut,
+        since no answer may leave before its record.
+        """
+        try:
+            self._flush()
+        except Exception as error:  # noqa: BLE001 - the clients must not wait for ever.
+            for reply in replies:
+                self._cut(reply, error)
+            return False
+        return True
+
+    def _cut(self, reply: Reply, error: Exception) -> None:
         self._on_bug(reply, error)
         reply.exchange.cut()

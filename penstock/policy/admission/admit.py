@@ -385,7 +385,7 @@ class AdmissionControl:
                 yield name
 
     def _chain(self, model: str) -> tuple[str, ...]:
-        """Its fallbacks that may have its data, whoever asks."""
+        """Its fallbacks, in order, as far as they may have its data; tenants may use fewer."""
         found, data = list[str](), self._data(model)
         for _ in range(len(self._routes)):
             route = self._routes.get(model)

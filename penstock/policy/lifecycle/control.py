@@ -390,7 +390,7 @@ class FlowControl:
             request = self._requests[work.id]
             if reason == "late":
                 if now_ns < work.deadline_ns and self._start_all(now_ns, model_queue, actions):
-                    continue  # Nobody looked when it had to start: what fits can still be in time.
+                    continue  # This process was late itself: what fits can still be in time.
                 if (leaves := self._fallbacks.too_late(now_ns, request)) is not None:
                     actions.append(leaves)
                     continue

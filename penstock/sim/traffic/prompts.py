@@ -295,7 +295,7 @@ class PromptBlockNames:
 
 
 class _Chain(NamedTuple):
-    """The names of a prompt's whole blocks, and where they go on."""
+    """The names of a prompt's whole blocks, and the state from which the next ones are named."""
 
     keys: tuple[int, ...]
     state: int
