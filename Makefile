@@ -4,9 +4,9 @@ BIN := $(VENV)/bin
 ENGINE := scripts/setup.sh engine
 DEV := scripts/setup.sh dev
 export VENV
-# The whole suite runs in one process more than there are cores, as many tests wait for servers and for time. Each
-# takes about half a GB, so five are enough. A file's tests stay together: they share servers, and some ask what the ones before left.
-WHOLE_SUITE := -n $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 1) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
+# The whole suite runs in several processes (tests/conftest.py: how many). Each takes about half a GB, so five are
+# enough. A file's tests stay together: they share servers, and some ask what the ones before left.
+WHOLE_SUITE := -n auto --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
 # What decides, and the simulator that tries it: measured and gated by `make coverage`.
 COVERED := protocol kv schedule policy sim

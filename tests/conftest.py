@@ -46,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
         _build_kernels()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as many tests wait for servers and for time."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it.
+    return (len(affinity(0)) if affinity else os.cpu_count() or 1) + 1
+
+
 def _begin_elsewhere(config: pytest.Config) -> None:
     """Each worker of pytest-xdist reads the tests from another folder on. What one has prepared and written
     (the bytecode of tests, with their assertions) the next finds; side by side each would prepare everything.
