@@ -1,0 +1,182 @@
+"""Measured figures of README and pages name the script that measured them, the date and the machine.
+
+A section has figures if it links a result file, gives a spread ("1.2 (1.1 to 1.4)"), a ratio ("1.2 times
+less"), a rate or a time of microseconds, or says "measured" or "median" of a number with a unit. Such a
+section names script, date and machine itself, above its subsections, or in a section that it links to.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+UNCHECKED: set[str] = {
+    "CHANGELOG.md",
+    "docs/adapters.md",
+    "docs/autoscaling.md",
+    "docs/bench.md",
+    "docs/cells.md",
+    "docs/console.md",
+    "docs/demo-models.md",
+    "docs/engine.md",
+    "docs/fleet.md",
+    "docs/ledger.md",
+    "docs/limits.md",
+    "docs/overload.md",
+    "docs/relay.md",
+    "docs/rollout.md",
+    "docs/routing.md",
+    "docs/simulator.md",
+    "docs/sleep.md",
+    "docs/tenants.md",
+    "docs/testing-overload.md",
+    "docs/tracing.md",
+    "docs/design/001-the-house.md",
+    "docs/design/003-native-cpu-kernels.md",
+    "docs/design/008-page-size.md",
+    "docs/design/009-model-identity.md",
+    "docs/design/010-rows-and-places.md",
+    "docs/design/011-promises.md",
+    "docs/design/013-untrusted-checkpoints.md",
+    "docs/design/015-the-house-in-figures.md",
+    "docs/design/017-grammars.md",
+    "docs/design/021-adapters.md",
+    "docs/design/025-vectors.md",
+    "docs/design/026-speculation.md",
+    "docs/design/031-answered-questions.md",
+    "docs/design/033-autoscaling.md",
+    "docs/design/034-torch-without-kernels.md",
+}
+"""Pages that are not yet so."""
+
+UNIT = r"(?:ns|us|µs|ms|s|min|minutes|KB|MB|GB|GiB|MiB|tok/s|tokens/s|x|%)"
+FIGURE = re.compile(
+    r"results/[\w.-]+\.json"
+    r"|\d%?x? \(-?\d[\d.,]*%? to -?\d"
+    r"|\d times (?:less|more|sooner|later|longer|faster|slower|better)"
+    r"|\d times (?:as (?:much|many|long)|the (?:CPU|time|speed))"
+    r"|\d (?:us|µs|tok/s|tokens/s|tokens a second|requests/s)\b"
+    rf"|\b(?:[Mm]easured|[Mm]edians?)\b[^.|]*\d ?{UNIT}(?![\w%])"
+)
+SCRIPT = re.compile(
+    r"python -m (?:bench|training|scripts)\b|`(?:bench|training|scripts)[./]\w|\bbench/gpu\.sh"
+    r"|\bmake (?:bench|soak|simulate)|`penstock (?:bench|simulate)|results/[\w.-]+\.json|031-answered"
+)
+MONTHS = "January February March April May June July August September October November December"
+DATE = re.compile(rf"\b\d{{1,2}} (?:{MONTHS.replace(' ', '|')}) 20\d\d\b")
+MACHINE = re.compile(r"\b(?:EPYC|Xeon|[AH]\d00|virtual time|any machine)\b")
+UNMEASURED = re.compile(r"\b(?:no|without a) file\b(?! descriptor)|\bby hand\b")
+LINK = re.compile(r"\]\(([\w./-]*\.md)?#([\w-]+)\)")
+
+
+class Section(NamedTuple):
+    page: Path
+    title: str
+    own: str
+    above: str
+    """The text of the sections that it is a part of, without their other parts."""
+
+
+def sections(page: Path, text: str) -> Iterator[Section]:
+    """The page's text from each heading to the next."""
+    text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    above: dict[int, str] = {}
+    for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        title, _, own = part.partition("\n")
+        depth = len(title) - len(title.lstrip("#"))
+        above = {each: said for each, said in above.items() if each < depth}
+        yield Section(page, title.lstrip("# "), own, "\n".join(above.values()))
+        above[depth] = own
+
+
+def anchor(title: str) -> str:
+    """The heading's anchor, as GitHub makes it."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def linked(section: Section, known: dict[tuple[Path, str], Section]) -> str:
+    """The text of all sections that this one links to."""
+    found = []
+    for page, name in LINK.findall(section.own + section.above):
+        other = (section.page.parent / page).resolve() if page else section.page
+        if target := known.get((other, name)):
+            found.append(target.own + target.above)
+    return "\n".join(found)
+
+
+def missing(section: Section, known: dict[tuple[Path, str], Section]) -> list[str]:
+    """The names that the section's figures lack: none if it has no figures."""
+    if not FIGURE.search(section.own):
+        return []
+    said = section.own + section.above + linked(section, known)
+    wanted = {"a script": SCRIPT, "a date": DATE, "a machine": MACHINE}
+    lacks = [name for name, pattern in wanted.items() if not pattern.search(said)]
+    return lacks + [f"more than {found!r}" for found in sorted(set(UNMEASURED.findall(section.own)))]
+
+
+def changelog_entries(page: Path) -> list[Section]:
+    """The entries of the newest version in the changelog."""
+    newest = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1]
+    entries = re.split(r"^(?:- |#+ )", newest, flags=re.MULTILINE)[1:]
+    return [Section(page, entry[:60], entry, "") for entry in entries]
+
+
+def failures(found: list[Section], known: dict[tuple[Path, str], Section]) -> list[str]:
+    return [
+        f"{section.page.relative_to(ROOT)}, {section.title!r}: needs {', '.join(lacks)}"
+        for section in found
+        if section.page.relative_to(ROOT).as_posix() not in UNCHECKED and (lacks := missing(section, known))
+    ]
+
+
+def test_figures_name_script_date_and_machine() -> None:
+    found = [section for page in PAGES for section in sections(page, page.read_text())]
+    known = {(section.page, anchor(section.title)): section for section in found}
+    lacking = failures([*found, *changelog_entries(ROOT / "CHANGELOG.md")], known)
+    assert not lacking, "\n".join(lacking)
+
+
+def test_results_are_those_that_pages_name() -> None:
+    named = {name for page in PAGES for name in re.findall(r"results/([\w.-]+\.json)", page.read_text())}
+    kept = {path.name for path in RESULTS.glob("*.json")} - {"mutants.json"}
+    assert kept <= named, f"no page names {sorted(kept - named)}"
+    assert named - {"mutants.json"} <= kept, f"pages name {sorted(named - kept)}"
+
+
+def test_a_section_is_answerable_for_its_own_figures() -> None:
+    page = ROOT / "docs/page.md"
+    text = """# Page
+
+On an AMD EPYC, 27 November 2026.
+
+## Fast
+
+It takes 1.2 times less (`python -m bench.engine.step`).
+
+## Slow
+
+It takes 1.2 times more.
+
+```
+It takes 9 us.
+```
+
+### Not ours
+
+At most 12 requests of 4 KB, within 30 s.
+
+## Elsewhere
+
+It takes 30 us (tried by hand) where [fast](#fast) is.
+"""
+    found = list(sections(page, text))
+    known = {(section.page, anchor(section.title)): section for section in found}
+    assert failures(found, known) == [
+        "docs/page.md, 'Slow': needs a script",
+        "docs/page.md, 'Elsewhere': needs more than 'by hand'",
+    ]
