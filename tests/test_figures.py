@@ -18,7 +18,6 @@ UNCHECKED: set[str] = {
     "CHANGELOG.md",
     "docs/adapters.md",
     "docs/autoscaling.md",
-    "docs/bench.md",
     "docs/cells.md",
     "docs/console.md",
     "docs/demo-models.md",
