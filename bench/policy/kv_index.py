@@ -1,5 +1,4 @@
-"""The cost of the router's KV index: looking a prompt up, applying events, memory; beside a naive index in
-the same run.
+"""What do look-ups, blocks and a million entries cost the KV index? CPU and memory beside a naive index.
 
     python -m bench.policy.kv_index [--entries 1000000] [--workers 64] [--rounds 7] [--json FILE]
 
@@ -12,11 +11,11 @@ up one by one: the obvious first version. CPU time, in turns. Goals: a look-up i
 import gc
 import multiprocessing
 import random
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, spread, write_result
+from bench.harness import Spread, command_line, cpu_us, in_turns, ratio, rounds_table, spread, write_result
 from penstock.kv.index.prefix_index import PrefixIndex
 
 BLOCKS = 512
@@ -56,6 +55,8 @@ class NaiveIndex:
 
 
 Index = PrefixIndex | NaiveIndex
+Kinds = dict[str, Callable[[], float]]
+"""Microseconds of CPU for each look-up or block."""
 MAKE: dict[str, Callable[[], Index]] = {
     "naive": NaiveIndex, "ours": lambda: PrefixIndex(entries_max=4_000_000, predicted_max=100_000)
 }  # fmt: skip
@@ -94,50 +95,37 @@ def resident_mb(kind: str, entries: int, workers: int) -> float:
     return rss_mb() - before
 
 
-def timed(work: Callable[[], int]) -> Callable[[], float]:
-    """Microseconds of CPU per unit of work."""
-
-    def once() -> float:
-        start = time.process_time()
-        units = work()
-        return (time.process_time() - start) / units * 1e6
-
-    return once
-
-
-def lookups(ours: PrefixIndex, naive: NaiveIndex, prompts: list[list[int]]) -> dict[str, Callable[[], int]]:
+def lookups(ours: PrefixIndex, naive: NaiveIndex, prompts: list[list[int]]) -> Kinds:
     for keys in prompts:  # They answer the same.
         held = {worker: each.blocks for worker, each in ours.match(0, keys).holders()}
         assert held == naive.match(keys)
 
-    def look() -> int:
+    def look() -> None:
         for keys in prompts:
             next(ours.match(0, keys).holders())
-        return len(prompts)
 
-    def look_naively() -> int:
+    def look_naively() -> None:
         for keys in prompts:
             max(naive.match(keys).items(), key=lambda item: item[1])
-        return len(prompts)
 
-    return {"naive": look_naively, "ours": look}
+    kinds = {"naive": look_naively, "ours": look}
+    return {kind: partial(cpu_us, work, len(prompts)) for kind, work in kinds.items()}
 
 
-def applying(index: Index, workers: int) -> Callable[[], int]:
+def applying(index: Index, workers: int) -> Callable[[], float]:
     """Store and remove again: half of the operations each."""
     draw = random.Random(2)
     batches = [
         (draw.randrange(workers), [draw.getrandbits(64) for _ in range(EVENT_BLOCKS)]) for _ in range(BATCHES)
     ]
 
-    def work() -> int:
+    def work() -> None:
         for worker, keys in batches:
             index.stored(worker, keys)
         for worker, keys in batches:
             index.removed(worker, keys)
-        return 2 * EVENT_BLOCKS * len(batches)
 
-    return work
+    return partial(cpu_us, work, 2 * EVENT_BLOCKS * BATCHES)
 
 
 def times(entries: int, workers: int, rounds: int, *, everything: bool) -> dict[str, dict[str, list[float]]]:
@@ -152,10 +140,7 @@ def times(entries: int, workers: int, rounds: int, *, everything: bool) -> dict[
     asked = {"look-up": lookups(ours, naive, prompts)}
     if everything:
         asked["apply a block"] = {"naive": applying(naive, workers), "ours": applying(ours, workers)}
-    return {
-        question: in_turns(rounds, {kind: timed(work) for kind, work in works.items()})
-        for question, works in asked.items()
-    }
+    return {question: in_turns(rounds, kinds) for question, kinds in asked.items()}
 
 
 def measure(rounds: int) -> dict[str, Spread]:

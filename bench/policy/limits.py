@@ -1,4 +1,4 @@
-"""The cost of rate limits and budgets per request in CPU time: reserve, headers, settle; and of a refusal.
+"""What do a request's rate limits and budget cost, and what a refusal? Microseconds beside a bare loop.
 
     python -m bench.policy.limits [--requests 20000] [--rounds 7] [--json FILE]
 
@@ -6,11 +6,11 @@ The ratio is to a bare loop that does for each request what no limiter can do wi
 one object with four fields, and two integer comparisons.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, write_result
+from bench.harness import Spread, command_line, cpu_us, in_turns, ratio, rounds_table, write_result
 from penstock.clock import NS_PER_US
 from penstock.config.flow import LimitsConfig
 from penstock.config.ledger import BudgetsConfig
@@ -93,20 +93,19 @@ KINDS: dict[str, Callable[[], Request]] = {
 }  # fmt: skip
 
 
-def us_per_request(make: Callable[[], Request], num_requests: int) -> float:
-    """Microseconds of CPU."""
-    one, now_ns = make(), 0
-    start = time.process_time_ns()
-    for i in range(num_requests):
-        now_ns += STEP_NS
-        one(i, now_ns, TENANTS[i % 100])
-    return (time.process_time_ns() - start) / num_requests / NS_PER_US
-
-
 def times(requests: int, rounds: int) -> dict[str, list[float]]:
-    """By kind and round."""
-    kinds = {name: lambda make=make: us_per_request(make, requests) for name, make in KINDS.items()}
-    return in_turns(rounds, kinds)
+    """Microseconds of a request by kind and round."""
+
+    def one_round(make: Callable[[], Request]) -> float:
+        one = make()
+
+        def all_of_them() -> None:
+            for i in range(requests):
+                one(i, STEP_NS * (i + 1), TENANTS[i % 100])
+
+        return cpu_us(all_of_them, requests)
+
+    return in_turns(rounds, {name: partial(one_round, make) for name, make in KINDS.items()})
 
 
 def measure(rounds: int) -> dict[str, Spread]:

@@ -1,5 +1,4 @@
-"""The cost of one placement and of one admission in CPU: at 1, 64 and 1,000 workers, in turns with the
-placement at the least loaded worker.
+"""What do a placement and an admission cost? Microseconds of CPU by workers, beside the least loaded's.
 
     python -m bench.policy.router_decision [--rounds 5] [--seconds 0.5] [--workers 64 1000] [--json FILE]
 
@@ -15,7 +14,7 @@ from random import Random
 from statistics import median
 from time import process_time_ns
 
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
+from bench.harness import Spread, command_line, cpu_us, in_turns, ratio, spread, table, write_result
 from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored
@@ -120,27 +119,34 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
 
 Figures = dict[str, float]
 """Microseconds of CPU."""
+BATCH = 200
+
+
+def for_seconds(seconds: float, batch: Callable[[], None]) -> float:
+    """The median of so many seconds of batches, for each of one."""
+    costs: list[float] = []
+    until_ns = process_time_ns() + int(seconds * 1e9)
+    while process_time_ns() < until_ns:
+        costs.append(cpu_us(batch, BATCH))
+    return median(costs)
 
 
 def placing(policy: str, num_workers: int, seconds: float) -> Callable[[], Figures]:
     """Medians of a decision, and of all that a request costs the placement; over `seconds` of CPU a call."""
     each, running_max, now_ns = rig(policy, num_workers, 7), STREAMS * num_workers, 0
-    for _ in range(running_max + 500):
-        now_ns += 1_000_000
-        each.decide(now_ns, running_max)
+
+    def place(num: int = BATCH) -> None:
+        nonlocal now_ns
+        for _ in range(num):
+            now_ns += 1_000_000
+            each.decide(now_ns, running_max)
+
+    place(running_max + 500)
 
     def measured() -> Figures:
-        nonlocal now_ns
-        costs: list[float] = []
         each.decisions.clear()
-        until = process_time_ns() + int(seconds * 1e9)
-        while process_time_ns() < until:
-            began = process_time_ns()
-            for _ in range(200):
-                now_ns += 1_000_000
-                each.decide(now_ns, running_max)
-            costs.append((process_time_ns() - began) / 200 / 1000)
-        return {"decision": median(each.decisions) / 1000, "request": median(costs)}
+        request = for_seconds(seconds, place)
+        return {"decision": median(each.decisions) / 1000, "request": request}
 
     return measured
 
@@ -157,10 +163,8 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
         control.set_worker(0, "m", WorkerId(f"w{i}"), VIEW)
 
     def facts(number: int) -> RequestFacts:
-        name = RequestId(f"r{number}")
-        return RequestFacts(
-            id=name, tenant=tenants[number % 100], route="m", prompt_tokens=1000, max_tokens=200
-        )
+        name, tenant = RequestId(f"r{number}"), tenants[number % 100]
+        return RequestFacts(id=name, tenant=tenant, route="m", prompt_tokens=1000, max_tokens=200)
 
     for number in range(num_workers * 43 + 200):
         now_ns += 1_000_000
@@ -172,24 +176,14 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
                 control.ended(now_ns + 60_000_000, start.id, Outcome.FINISHED)
     model_queue = control.model_queue("m")
     assert model_queue is not None
+    asked = [facts((1 << 20) + i) for i in range(BATCH)]
 
-    def measured() -> Figures:
-        costs: list[float] = []
-        until, number = process_time_ns() + int(seconds * 1e9), 1 << 20
-        while process_time_ns() < until:
-            asked = [facts(number + i) for i in range(200)]
-            began = process_time_ns()
-            for request in asked:
-                verdict = stack.admission.decide(
-                    now_ns,
-                    request,
-                    lambda _, request=request: model_queue.load(now_ns, request),
-                )
-                assert isinstance(verdict, Pass)
-            costs.append((process_time_ns() - began) / 200 / 1000)
-        return {"decision": median(costs)}
+    def admit() -> None:
+        for request in asked:
+            look = lambda _, request=request: model_queue.load(now_ns, request)
+            assert isinstance(stack.admission.decide(now_ns, request, look), Pass)
 
-    return measured
+    return lambda: {"decision": for_seconds(seconds, admit)}
 
 
 def measure_all(rounds: int, seconds: float, workers: Sequence[int]) -> dict[str, dict[str, list[float]]]:

@@ -1,4 +1,4 @@
-"""Is the simulator true? The same requests through a real gateway and a real worker process, and simulated.
+"""Is the simulator true? A real gateway and worker beside simulated ones, and which figures are far off.
 
     python -m bench.sim.fidelity [--seconds 50] [--seed 1] [--json FILE]
 

@@ -1,6 +1,6 @@
-"""The policy gate: fixed scenarios on fixed seeds, held against the recorded baseline.
+"""Are the policies as good as they were? Scenarios' figures beside the baseline; the gate is open or shut.
 
-Three seeds; of those that take longest (`HEAVY`) two.
+Fixed scenarios on three fixed seeds; of those that take longest (`HEAVY`) two.
 
     python -m bench.sim.gate                       what `make simulate` runs: fails when something got worse
     python -m bench.sim.gate --quick               six scenarios, one seed, seconds: what the test suite runs
@@ -25,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -131,15 +132,10 @@ def measure(
             measured[name] = {figure: [run.figures[figure] for run in found] for figure in MARGINS}
             digests[name] = [run.digest for run in found]
             failed += [line for run in found for line in run.failed]
-            shown = "  ".join(f"{figure} {mean(each):.4g}" for figure, each in measured[name].items())
+            shown = "  ".join(f"{figure} {fmean(each):.4g}" for figure, each in measured[name].items())
             say(f"{name:20} {shown}  ({sum(run.cpu_s for run in found):.1f} s of CPU)")
     measured, digests = ({name: found[name] for name in names} for found in (measured, digests))
     return Baseline(seeds=tuple(seeds), measured=measured, digests=digests), failed
-
-
-def mean(values: Sequence[float]) -> float:
-    """Of at least one."""
-    return sum(values) / len(values)
 
 
 def judge(recorded: Baseline, now: Baseline) -> tuple[list[str], list[str]]:
@@ -158,7 +154,7 @@ def judge(recorded: Baseline, now: Baseline) -> tuple[list[str], list[str]]:
                 for seed in shared
                 if recorded.seeds.index(seed) < len(before) and now.seeds.index(seed) < len(values)
             ]
-            was, is_ = (mean(each) for each in zip(*pairs, strict=True))
+            was, is_ = (fmean(each) for each in zip(*pairs, strict=True))
             allowed = margin.absolute + margin.relative * abs(was)
             gained = (is_ - was) * (1 if margin.more_is_better else -1)
             line = f"{name}: {figure} {was:.4g} -> {is_:.4g} (margin {allowed:.3g})"

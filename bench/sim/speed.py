@@ -1,30 +1,20 @@
-"""How many requests a second the simulator runs through on one core, and what a thousand workers take.
+"""How many requests a second does one core simulate, and in how much memory? A table of both.
 
-    python -m bench.sim.speed [--requests 4000] [--workers 64] [--json FILE]
-    python -m bench.sim.speed --decisions [--requests 4000] [--workers 64] [--json FILE]
-    python -m bench.sim.speed --fleet 1000 --minutes 10
+    python -m bench.sim.speed [--requests 4000 | --minutes 10] [--workers 64] [--json FILE]
 
 Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about
 200. Both vary by a factor of two either way. The step time is that of a middling accelerator; tokens may take
 50 ms. Workers are loaded to 70%. Time is that of the processor, for others use the machine too; beside it
 stands its ratio to a bare heap, which is asked in turn with the simulation: one push and pop for every event
-that it had. Checkouts are compared, call by call, by `bench/sim/cost.py`.
-`--decisions` says how often a request needs each of the product's decisions (counted by the profiler) and how
-long those take of it, with all that they call but for other decisions: a look every millisecond.
-`--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after
-how many.
+that it had. Checkouts are compared, call by call, by `bench/sim/cost.py`. With `--minutes` requests come for
+so many minutes of processor time, and it says how much memory there was after how many.
 """
 
-import cProfile
 import resource
-import signal
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from pathlib import Path
 from time import process_time
-from types import FrameType
 
 from bench.harness import command_line, table, write_result
 from penstock import rng
@@ -39,13 +29,8 @@ ROWS = 64
 STEP = LinearStepTime(fixed_ns=10_000_000, row_ns=60_000, prefill_ns=40_000, kv_ps=500)
 PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
 LOOKS, LOOK_EVERY, HEAP_EVENTS = 16, 2000, 40_000
-DECISIONS = (
-    "control.py arrive", "control.py dispatch", "route.py place", "transitions.py advance",
-    "worker_cache_view.py hear", "worker_cache_view.py sent", "worker_cache_view.py audit",
-    "scheduler.py submit", "scheduler.py schedule", "scheduler.py apply", "scheduler.py fast_forward",
-    "scheduler.py _finish", "messages.py run",
-)  # fmt: skip
-"""Functions, with their files; the last is all the rest."""
+REQUESTS_MAX = 1_000_000
+"""Within the minutes that are asked for."""
 
 
 class Load:
@@ -103,10 +88,10 @@ def drop(_: RequestRecord) -> None:
     """Records are counted and hashed, and not kept."""
 
 
-def simulate(load: Load, *, num_blocks: int = 16_384) -> tuple[SimResult, float]:
+def simulate(load: Load) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
     engine = EngineSettings(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks)
+    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=16_384)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)
     began_s = process_time()
@@ -133,71 +118,21 @@ def figures(load: Load, result: SimResult, spent_s: float) -> dict[str, float]:
     }
 
 
-def say(name: str, said: dict[str, float]) -> None:
-    print(
-        f"{name}: {said['requests']} requests in {said['cpu_s']} s = {said['requests_per_s']:,.0f}/s; "
-        f"{said['events_per_request']} events and {said['steps_per_request']} steps of "
-        f"{said['rows_per_step']} rows each; {said['virtual_s'] / said['cpu_s']:.1f} times as fast as time; "
-        f"{said['times_bare_heap']:.0f} times a bare heap; {said['gib_max']:.2f} GiB at most",
-        flush=True,
-    )
-
-
-def decisions(requests: int, workers: int) -> dict[str, tuple[float, float]]:
-    """Of each: how many a request needs, and how many microseconds of it they take."""
-    looks, counts = Counter[str](), Counter[str]()
-
-    def look(_: int, frame: FrameType | None) -> None:
-        name = ""
-        while frame is not None and name not in DECISIONS:
-            name = f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}"
-            frame = frame.f_back
-        looks[name] += 1
-
-    signal.signal(signal.SIGPROF, look)
-    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
-    try:
-        spent_s = simulate(Load(requests, workers))[1]
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    profile = cProfile.Profile()
-    profile.runcall(simulate, Load(requests, workers))
-    for entry in profile.getstats():
-        if not isinstance(code := entry.code, str):
-            counts[f"{Path(code.co_filename).name} {code.co_name}"] += entry.callcount
-    each_us = spent_s / requests * 1e6 / sum(looks[name] for name in DECISIONS)
-    return {name: (round(counts[name] / requests, 2), round(looks[name] * each_us, 1)) for name in DECISIONS}
-
-
-def fleet(workers: int, minutes: float) -> dict[str, object]:
-    """As many requests as it gets through in so much processor time, and the rest of what runs then."""
-    load = Load(1_000_000, workers, until_s=process_time() + minutes * 60)
-    result, spent_s = simulate(load, num_blocks=8192)
-    said = figures(load, result, spent_s)
-    say(f"{workers} workers", said)
-    print("memory after so many requests:", load.memory[:: max(1, len(load.memory) // 8)])
-    return {**said, "memory": load.memory}
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--fleet", type=int, default=0, help="workers of a large run, and nothing else")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--decisions", action="store_true", help="how many there are, and their time")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of requests, in place of a number")
     args = parser.parse_args()
-    if args.fleet:
-        said: dict[str, object] = {"fleet": fleet(args.fleet, args.minutes)}
-    elif args.decisions:
-        said = {"workers": args.workers, "decisions": (found := decisions(args.requests, args.workers))}
-        print(table(("", "for a request", "us of it"), [(name, *each) for name, each in found.items()]))
-    else:
-        load = Load(args.requests, args.workers)
-        alone = figures(load, *simulate(load))
-        say(f"{args.workers} workers", alone)
-        said = {"alone": alone}
-    write_result(args.json, said)
+    requests, until_s = args.requests, 0.0
+    if args.minutes:
+        requests, until_s = REQUESTS_MAX, process_time() + args.minutes * 60
+    load = Load(requests, args.workers, until_s=until_s)
+    said = figures(load, *simulate(load))
+    print(table((f"{args.workers} workers", ""), said.items()))
+    if args.minutes:
+        print("GiB after so many requests:", load.memory[:: max(1, len(load.memory) // 8)])
+    write_result(args.json, {"alone": said, "memory": load.memory})
 
 
 if __name__ == "__main__":

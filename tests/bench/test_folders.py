@@ -32,7 +32,7 @@ def test_a_named_script_is_there() -> None:
 
 def test_each_part_has_a_folder_that_is_described() -> None:
     folders = {path.parent.name for path in (ROOT / "bench").glob("*/*.py")} - {"out"}
-    assert len(folders) >= 7
+    assert len(folders) >= 6
     page = (ROOT / "docs" / "bench.md").read_text()
     assert [folder for folder in sorted(folders) if f"`{folder}/`" not in page] == []
     assert {path.name for path in (ROOT / "bench").glob("*.py")} == {
