@@ -4,7 +4,9 @@
         [--context 128] [--sides torch bf16 int8 int4] [--cpu-time] [--rounds 20] [--json FILE]
 
 Random weights; every row has `--context` tokens behind it. torch computes in the type that
-`engine.dtype: auto` takes here; ratios are torch's time over a side's (above 1: it is faster).
+`engine.dtype: auto` takes here, `torch-bf16` as with `engine.dtype: bfloat16`, `torch-narrow` so too, but
+multiplies in bfloat16 even where the processor has no instruction for it; ratios are torch's time over a
+side's (above 1: it is faster).
 `PENSTOCK_NATIVE_ISA=avx2` holds ours to less, `--cpu-time` counts the calling thread's processor time (with
 `--threads 1`, on a busy machine).
 """
@@ -31,7 +33,9 @@ from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.types import BLOCK_TOKENS
 
 PROMPT = 110
-PRECISIONS = {"torch": "native", "bf16": "native", "int8": "int8", "int4": "int4"}
+PRECISIONS = {"bf16": "native", "int8": "int8", "int4": "int4"}
+TORCH = {"torch": "auto", "torch-bf16": "bfloat16", "torch-narrow": "bfloat16"}
+"""`engine.dtype` of the sides that torch computes."""
 
 
 def spec(
@@ -70,13 +74,15 @@ class Side:
         limits = DecoderLimits(step_tokens=max(512, rows), max_samples=rows, max_model_len=tokens)
         per_row = -(-tokens // BLOCK_TOKENS)
         dtype = products = torch.bfloat16
-        if side == "torch":
-            computing = choose_computing(EngineSettings(kernels="torch"), model)
+        if side in TORCH:
+            computing = choose_computing(EngineSettings(kernels="torch", dtype=TORCH[side]), model)
             dtype, products = computing.dtype, computing.products
+            if side == "torch-narrow":
+                products = dtype
         cache = KVCache(model, per_row * rows, dtype, cpu, products=products)
         cache.tensor.normal_()
         weights = random_weights(model, dtype, 0, lambda done, total: None)
-        if side == "torch":
+        if side in TORCH:
             made = TorchKernels(model, max_tokens=limits.step_tokens, device=cpu, products=products)
             self.decoder = Decoder(model, weights, made, limits)
             self.attention = made.attention(cache, self.decoder.rotary)
@@ -139,7 +145,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, object]]:
         ]
         print(table((f"{args.model}, {name}", "ms", "torch / it"), rows), flush=True)
         if args.parts:
-            native = {side: each for side, each in sides.items() if side != "torch"}
+            native = {side: each for side, each in sides.items() if side in PRECISIONS}
             parts = {side: each.parts_ms(step, args.rounds) for side, each in native.items()}
             found[name]["parts_ms"] = parts
             print(
@@ -156,7 +162,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--sides", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--sides", nargs="*", choices=[*TORCH, *PRECISIONS], default=["torch", *PRECISIONS])
     parser.add_argument("--parts", action="store_true", help="where a native step goes")
     parser.add_argument("--cpu-time", action="store_true", help="processor time of the calling thread")
     args = parser.parse_args()
