@@ -3,6 +3,7 @@
 A section has figures if it links a result file, gives a spread ("1.2 (1.1 to 1.4)"), a ratio ("1.2 times
 less"), a rate or a time of microseconds, or says "measured" or "median" of a number with a unit. Such a
 section names script, date and machine itself, above its subsections, or in a section that it links to.
+None was taken "by hand", and none has "no file".
 """
 
 import re
@@ -39,7 +40,9 @@ SCRIPT = re.compile(
 MONTHS = "January February March April May June July August September October November December"
 DATE = re.compile(rf"\b\d{{1,2}} (?:{MONTHS.replace(' ', '|')}) 20\d\d\b")
 MACHINE = re.compile(r"\b(?:EPYC|Xeon|[AH]\d00|virtual time|any machine)\b")
-UNMEASURED = re.compile(r"\b(?:no|without a) file\b(?! descriptor)|\bby hand\b")
+NO_FILE = re.compile(r"\b(?:no|without a) file\b(?! descriptor| is )")
+BY_HAND = re.compile(r"\bby hand\b")
+"""Of figures: workers may be drained by hand."""
 LINK = re.compile(r"\]\(([\w./-]*\.md)?#([\w-]+)\)")
 
 
@@ -80,13 +83,14 @@ def linked(section: Section, known: dict[tuple[Path, str], Section]) -> str:
 
 
 def missing(section: Section, known: dict[tuple[Path, str], Section]) -> list[str]:
-    """The names that the section's figures lack: none if it has no figures."""
+    """The names that the figures of a section lack, if it has any."""
+    lacks = [f"more than {found!r}" for found in sorted(set(NO_FILE.findall(section.own)))]
     if not FIGURE.search(section.own):
-        return []
+        return lacks
     said = section.own + section.above + linked(section, known)
     wanted = {"a script": SCRIPT, "a date": DATE, "a machine": MACHINE}
-    lacks = [name for name, pattern in wanted.items() if not pattern.search(said)]
-    return lacks + [f"more than {found!r}" for found in sorted(set(UNMEASURED.findall(section.own)))]
+    lacks += [name for name, pattern in wanted.items() if not pattern.search(said)]
+    return lacks + [f"more than {found!r}" for found in sorted(set(BY_HAND.findall(section.own)))]
 
 
 def changelog_entries(page: Path) -> list[Section]:
