@@ -95,10 +95,6 @@ RETIRED = {
 
 ELSEWHERE = {
     "coverage.py": "a package's name",
-    "gateway/dispatch.py": "what docs/design/016-one-driver.md was written about",
-    "sim/gateway.py": "the same",
-    "race.py": "the same",
-    "ticket.py": "the same",
     "managers/io_struct.py": "SGLang's",
     "tokenizer_manager.py": "SGLang's",
     "serve/openai_protocol.py": "TensorRT-LLM's",
