@@ -22,7 +22,7 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.adapters.compute import adapter_reader
 from penstock.engine.adapters.files import AdapterReader
 from penstock.engine.arrays import Int64Array, as_tensor
-from penstock.engine.decoder import DecoderLimits, WeightSource
+from penstock.engine.decoder import DecoderLimits
 from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.draft_load import LoadedTarget, PlannedDraft, PlannedHead, plan_draft
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
@@ -47,6 +47,7 @@ from penstock.engine.sampler import SampleRows, TokenSampler, results, sampler_o
 from penstock.engine.speculation import Follows, PromptLookup, Proposer, ReadsStates, verified
 from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weight_check import WeightCheck
+from penstock.engine.weights import Weights
 from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
@@ -284,7 +285,7 @@ class PlannedModel:
     info: ModelInfo
     spec: DecoderSpec
     computing: Computing
-    weights: WeightSource
+    weights: Weights
     kept_bits: int
     adapter_bytes: int
     draft: PlannedDraft | PlannedHead | None = None
@@ -401,8 +402,14 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             spec, info.num_blocks, dtype, device,
             rounded=config.kv_dtype == "int8", products=computing.products,
         )  # fmt: skip
-        takes = config.adapter_slots > 0
-        model = wire_model(spec, planned.weights, limits, cache, computing, takes_adapters=takes)
+        takes, report = config.adapter_slots > 0, None
+        if computing.native is not None:
+            report = planned.weights.report_when_told()
+        model = wire_model(
+            spec, planned.weights, limits, cache, computing, takes_adapters=takes, on_copies=report
+        )
+    if report is not None:
+        report()
     on_progress("preparing kernels", 0, 0)
     sampler = sampler_of(spec.vocab_size, computing.native)
     floor = cost_floor(

@@ -221,12 +221,16 @@ def wire_model(
     computing: Computing,
     *,
     takes_adapters: bool = False,
+    on_copies: Callable[[], None] | None = None,
 ) -> StepModel:
-    """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights."""
+    """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights.
+
+    The native kernels call `on_copies` when weights that were taken are about to be read.
+    """
     native = computing.native
     if native is not None:
         decoder, rows = (
-            NativeDecoder(spec, weights, native, limits, cache, computing.precision),
+            NativeDecoder(spec, weights, native, limits, cache, computing.precision, on_copies),
             NativeAttention(),
         )
         return _Pair(

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import msgspec
 
-from penstock.clock import NS_PER_MS, Clock, SystemClock
+from penstock.clock import NS_PER_MS, Clock, SystemClock, process_age_ns
 from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager
@@ -46,6 +46,7 @@ from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.sleep import Bed, WarmsUpAgain
+from penstock.engine.startup import StartUp
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import (
@@ -64,6 +65,7 @@ from penstock.types import GRAMMAR_CAPABILITIES
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
 LAUNCH_BYTES_MAX = 1024 * 1024
+IMPORTING = "importing"
 PROGRESS_INTERVAL_NS = 100 * NS_PER_MS
 _PR_SET_PDEATHSIG = 1
 
@@ -82,12 +84,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()
+    startup = StartUp(clock, age_ns=process_age_ns())
     _drain_on_sigterm(mailbox, ready)
+    startup.begins(IMPORTING)
     for module in sys.argv[1:]:
         # The modules to load before it is known what to serve. `load` imports it again, and says what is
         # wrong with it.
         with contextlib.suppress(Exception):
             _imported(module)
+    startup.begins("waiting for the launch line")
     launch = read_launch(sys.stdin.fileno())
     config = launch.engine
     limits = ServerLimits(
@@ -97,7 +102,7 @@ def main() -> int:
         parse_address(launch.address), mailbox, limits, clock, shares_port=launch.shares_port
     )
     server.start()
-    life = EngineLife(launch, server, mailbox, clock, ready)
+    life = EngineLife(launch, server, mailbox, clock, ready, startup)
     try:
         life.run()
     except OperatorError as error:
@@ -127,9 +132,10 @@ class EngineLife:
         mailbox: Mailbox,
         clock: Clock,
         ready: threading.Event,
+        startup: StartUp,
     ) -> None:
         self._launch, self._server, self._mailbox, self._clock = launch, server, mailbox, clock
-        self._ready, self._config = ready, launch.engine
+        self._ready, self._config, self._startup = ready, launch.engine, startup
         self._feed: KVEventPublisher | None = None
         self._fetcher = AdapterFetcher()
         self._closers: list[Callable[[], None]] = []
@@ -174,7 +180,9 @@ class EngineLife:
         began_ns = self._clock.now_ns()
         self._ready.clear()  # There is nothing to drain.
         try:
-            core, info = load(self._bed.launch, self._server, self._clock, wakes=was_asleep)
+            core, info = load(
+                self._bed.launch, self._server, self._clock, self._startup.begins, wakes=was_asleep
+            )
         except OperatorError as error:
             if not was_asleep:
                 raise
@@ -190,6 +198,8 @@ class EngineLife:
         self._ready.set()  # First: a peer that sees us ready may order a drain.
         self._server.publish(0, {}, core.stats())
         self._server.announce(Ready(msgspec.structs.replace(info, model=self._launch.model_name)))
+        if not was_asleep:
+            _log.info("%s", self._startup.report())
         return core
 
     def _fall_asleep(self, core: EngineCore) -> None:
@@ -223,24 +233,31 @@ class EngineLife:
 
 
 def load(
-    launch: WorkerLaunch, server: WorkerServer, clock: Clock, *, wakes: bool = False
+    launch: WorkerLaunch,
+    server: WorkerServer,
+    clock: Clock,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    *,
+    wakes: bool = False,
 ) -> tuple[EngineCore, ModelInfo]:
-    """Build the runner and the engine around it, telling the gateways about it; and what it can do.
+    """Build the runner and the engine around it, telling the gateways about it, and `on_stage` of every
+    stage; and what it can do.
 
     Raises:
         OperatorError: the model cannot be served as it is configured.
     """
     progress = _throttled(
-        lambda stage, done, total: server.announce(Loading(stage, done, total, wakes)), clock
+        lambda stage, done, total: server.announce(Loading(stage, done, total, wakes)), clock, on_stage
     )
-    progress("importing", 0, 0)
+    progress(IMPORTING, 0, 0)
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(_imported(module), factory)
     vocabulary = functools.cache(lambda: begin_vocabulary(Path(launch.model_path)))
 
     def on_progress(stage: str, done: int, total: int) -> None:
         # No earlier: how much memory is free is asked before weights are read, and must not depend on how far
-        # a thread has come. One that was asleep has the vocabulary still.
+        # a thread has come; and the native kernels report when all is prepared for one long call: before
+        # that, whoever holds the interpreter holds them up. One that was asleep has the vocabulary still.
         if stage == LOADING_WEIGHTS and server.grammars is None:
             vocabulary()
         progress(stage, done, total)
@@ -251,6 +268,7 @@ def load(
         runner.warm_up_again()
     else:
         runner.warm_up()
+    on_stage("waiting for the vocabulary")
     info = _use_grammars(runner, vocabulary, server)
     build_engine = build_vector_core if runner.info.pooling else build_core
     return build_engine(runner, launch.engine, launch.hash_key, clock), info
@@ -413,7 +431,7 @@ def _end_stalled(server: WorkerServer, what: str) -> None:
     os._exit(_fail(server, EngineFault(what), EXIT_FAILED))
 
 
-def _throttled(tell: Progress, clock: Clock) -> Progress:
+def _throttled(tell: Progress, clock: Clock, on_stage: Callable[[str], None]) -> Progress:
     """Pass on a new stage at once, and progress within one only every so often."""
     last_stage, last_ns = "", 0
 
@@ -422,6 +440,7 @@ def _throttled(tell: Progress, clock: Clock) -> Progress:
         now_ns = clock.now_ns()
         if stage != last_stage or now_ns - last_ns >= PROGRESS_INTERVAL_NS:
             last_stage, last_ns = stage, now_ns
+            on_stage(stage)
             tell(stage, done, total)
 
     return progress

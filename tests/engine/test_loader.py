@@ -94,6 +94,19 @@ def test_progress_ends_at_the_total(directory: Path) -> None:
     assert seen[-1] == (2 * spec.num_parameters, 2 * spec.num_parameters)
 
 
+def test_weights_that_are_read_later_are_reported_when_they_are(directory: Path) -> None:
+    spec, names = read_spec(directory)
+    seen: list[tuple[int, int]] = []
+    progress = lambda done, total: seen.append((done, total))
+    weights = load_weights(directory, spec, names, torch.bfloat16, progress)
+    report = weights.report_when_told()
+    for weight in decoder_weights(spec, names):
+        weights.take_parts(weight.key)
+    assert seen == []
+    report()
+    assert seen == [(2 * spec.num_parameters, 2 * spec.num_parameters)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_number_of_parameters_is_right(family: str, tmp_path: Path) -> None:
     for tied in (False, True):

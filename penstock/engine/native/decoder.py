@@ -149,9 +149,9 @@ class _Packer:
     """Rounds and packs a model's weights, until `finish`; which precision is chosen once."""
 
     def __init__(
-        self, kernels: NativeLibrary, precision: Precision, activation: ActivationKind, dtype: torch.dtype
+        self, packing: Packing, precision: Precision, activation: ActivationKind, dtype: torch.dtype
     ) -> None:
-        self._packing, self.dtype = Packing(kernels), dtype
+        self._packing, self.dtype, kernels = packing, dtype, packing.kernels
         self.finish = self._packing.finish
         """Its weights can be computed with after that."""
         self._gate = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}[activation]
@@ -246,13 +246,16 @@ class NativeDecoder:
         limits: DecoderLimits,
         cache: KVCache,
         precision: Precision = "native",
+        on_copies: Callable[[], None] | None = None,
     ) -> None:
+        """`on_copies`: see `Packing`."""
         self._kernels = kernels
         self._kept: list[
             Tensor | NativeWeight | Array[Layer] | Array[PsMlp]
         ] = []  # The memory that the structs point into.
         embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
-        packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
+        packing = Packing(kernels, on_copies=on_copies)
+        packer = _Packer(packing, precision, spec.activation, embedding.dtype)
         angles = self._angles(spec, limits.max_model_len)
         layers = (Layer * spec.num_layers)(
             *(

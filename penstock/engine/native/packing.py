@@ -1,6 +1,7 @@
 """Where a model's packed weights lie, and the copies that fill it; knows nothing of what they mean."""
 
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,9 +29,16 @@ class Packing:
     translations in every step.
     """
 
-    def __init__(self, kernels: NativeLibrary, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Memory is taken `chunk_bytes` at a time, and used as far as it is written to."""
-        self.kernels, self._chunk_bytes = kernels, chunk_bytes
+    def __init__(
+        self,
+        kernels: NativeLibrary,
+        chunk_bytes: int = CHUNK_BYTES,
+        on_copies: Callable[[], None] | None = None,
+    ) -> None:
+        """Memory is taken `chunk_bytes` at a time, and used as far as it is written to. `on_copies` is called
+        before copies are made, which is when the interpreter is free for others.
+        """
+        self.kernels, self._chunk_bytes, self._on_copies = kernels, chunk_bytes, on_copies
         self._left = torch.empty(0, dtype=torch.uint8)
         self._jobs: list[PsPack] = []
         self._alive: list[Tensor] = []
@@ -78,6 +86,8 @@ class Packing:
 
     def finish(self) -> None:
         """Make the copies that wait."""
+        if self._on_copies is not None:
+            self._on_copies()
         self.kernels.pack(self._jobs)
         self._jobs.clear()
         self._alive.clear()
