@@ -9,7 +9,7 @@ import msgspec
 from penstock.protocol.openai import AnswerToolCall, ChatLogprobs, CompletionLogprobs, ErrorBody, UsageBody
 
 
-class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Every form in which servers report an error: an object under `error`, a string there, or the object
     itself.
     """
@@ -22,7 +22,7 @@ class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
     code: str | int | None = None
 
 
-class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`choices[].delta` of a stream, or `choices[].message`."""
 
     content: str | None = None
@@ -32,7 +32,7 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`choices[]` of a chat event or of a whole chat answer."""
 
     delta: AnswerDelta | None = None
@@ -57,7 +57,7 @@ class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ChatEvent(ErrorEvent, frozen=True, kw_only=True):
+class ChatEvent(ErrorEvent, frozen=True, kw_only=True, gc=False):
     """One event of `/v1/chat/completions`, or the whole answer."""
 
     model: str | None = None
@@ -65,7 +65,7 @@ class ChatEvent(ErrorEvent, frozen=True, kw_only=True):
     usage: UsageBody | None = None
 
 
-class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`choices[]` of a plain completion's event, with the extensions of vLLM and TensorRT-LLM."""
 
     text: str | None = None
@@ -75,7 +75,7 @@ class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
 
 
-class CompletionEvent(ErrorEvent, frozen=True, kw_only=True):
+class CompletionEvent(ErrorEvent, frozen=True, kw_only=True, gc=False):
     """One event of `/v1/completions`."""
 
     model: str | None = None
@@ -100,7 +100,9 @@ class ListedModels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_chat_event = msgspec.json.Decoder(ChatEvent).decode
+decode_chat_events = msgspec.json.Decoder(ChatEvent).decode_lines
 decode_completion_event = msgspec.json.Decoder(CompletionEvent).decode
+decode_completion_events = msgspec.json.Decoder(CompletionEvent).decode_lines
 decode_models = msgspec.json.Decoder(ListedModels).decode
 decode_error = msgspec.json.Decoder(ErrorEvent).decode
 

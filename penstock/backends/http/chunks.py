@@ -120,6 +120,16 @@ class Holes:
         """The size lines of its chunks, by length of the read: a worker writes them in one form."""
         self._ids = IdHoles(b"")
 
+    def reader(
+        self, before: bytes, middle: bytes, behind: bytes
+    ) -> tuple[ChunkReader, IdHoles | None] | None:
+        """Of an answer whose events have this around their holes (`Envelopes.around`), and of its ids; None:
+        nothing stands around them, or too much.
+        """
+        if not before or len(before) + len(middle) + len(behind) > AROUND_BYTES_MAX:
+            return None
+        return ChunkReader(before, behind, self.sizes), self.ids(middle) if middle else None
+
     def ids(self, middle: bytes) -> IdHoles:
         """Of events with this between text and ids: a worker has one of them, but for when it changes."""
         if self._ids.middle != middle:

@@ -8,9 +8,7 @@
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
       └─ a status: the errors of dialects/base.py
 
-The count that is believed, in this order: token ids that the worker sends; its log-probabilities, one for
-each token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until
-then). Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts
+Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts
 of characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
@@ -28,7 +26,7 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
-from penstock.backends.http.chunks import AROUND_BYTES_MAX, ChunkReader, IdHoles
+from penstock.backends.http.chunks import ChunkReader, IdHoles
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.context import StreamContext
 from penstock.backends.http.dialects.base import (
@@ -41,6 +39,7 @@ from penstock.backends.http.dialects.base import (
 )
 from penstock.backends.http.envelope import BadEvent, Envelopes
 from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.to_end import read_to_end
 from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, oddity, within
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
@@ -56,8 +55,8 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_chunks", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes",
-        "_events", "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_holes",
-        "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported",
+        "_events", "_exchange", "_finish", "_first_ns", "_forms", "_has_ids", "_has_output", "_headers",
+        "_holes", "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported",
         "_request", "_said_before", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by",
         "_text_tokens_max", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
@@ -78,11 +77,12 @@ class HttpStream:
         how many tokens the prompt has. `may_move`: another worker may continue it, if all of its tokens came
         as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
+        self._envelopes: Envelopes | None = None  # Made when not all of an answer comes at once.
         self._tokenizer, self._pieces, self._holes, forms, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
         sampling = request.sampling
         is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
-        self._envelopes = Envelopes(reader, forms if is_plain else None, model)
+        self._forms = forms if is_plain else None
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
         self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
         self._error_bytes, self._events = limits.error_bytes_max, EventReader(limits.event_bytes_max)
@@ -129,8 +129,8 @@ class HttpStream:
         if not self._done and self._finish is not None:
             self._conclude(close=True)  # Only its usage is not there.
         elif not self._done:
-            finish = Finish(reason=FinishReason.ABORT, usage=self._usage(), resume=self._resume())
-            self._end(finish, close=True)
+            end = Finish(reason=FinishReason.ABORT, usage=self._usage(), resume=self._resume())
+            self._end(end, close=True)
 
     def pause_reading(self) -> bool:
         """See `Generation.pause_reading`: TCP's window fills, and the worker waits."""
@@ -189,40 +189,41 @@ class HttpStream:
             return
         try:
             block = self._events.whole(data)
-        except EventTooLong as error:
-            self._corrupt(str(error))
-            return
-        num_events = block.count(b"\ndata:") + block.startswith(b"data:")
-        if num_events and self._finish is None and self._exchange is not None:
-            self._exchange.touch(num_events)
-        try:
+            num_events = block.count(b"\ndata:") + block.startswith(b"data:")
+            if num_events and self._finish is None and self._exchange is not None:
+                self._exchange.touch(num_events)
             # Before a stop string one by one: tokens behind it do not count.
+            if self._stop is None and (piece := read_to_end(block, self._reader, num_events)) is not None:
+                if not self._take_answer(piece):
+                    self._take(piece)
+                return
+            if (envelopes := self._envelopes) is None:
+                envelopes = self._envelopes = Envelopes(self._reader, self._forms, self._model)
             if self._has_output and self._stop is None and not self._said_before:
-                texts, piece = self._envelopes.texts(block), None
-                if texts is not None or (piece := self._envelopes.ids(block)) is not None:
+                texts, piece = envelopes.texts(block), None
+                if texts is not None or (piece := envelopes.ids(block)) is not None:
                     if num_events == 1 and self._chunks is None:
-                        self._expect_chunks()
+                        self._expect_chunks(*envelopes.around)
                     if texts is not None:
                         self._take_texts(texts)
                     elif piece is not None:
                         self._take_alike(piece)
                     return
-            for piece in self._envelopes.read(block, joins=self._stop is None):
+            for piece in envelopes.read(block, joins=self._stop is None):
                 self._take(piece)
                 if self._done:
                     return
+        except EventTooLong as error:
+            self._corrupt(str(error))
         except BadEvent as error:
             self._corrupt(f"an event cannot be read: {error}")
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
 
-    def _expect_chunks(self) -> None:
+    def _expect_chunks(self, before: bytes, middle: bytes, behind: bytes) -> None:
         """Events come one by one: from now on a read that is one like those before it is taken as a whole."""
-        before, middle, behind = self._envelopes.around
-        num_bytes = len(before) + len(middle) + len(behind)
-        if before and num_bytes <= AROUND_BYTES_MAX and self._exchange is not None:
-            self._chunks = ChunkReader(before, behind, self._holes.sizes)
-            self._ids = self._holes.ids(middle) if middle else None
+        if self._exchange is not None and (found := self._holes.reader(before, middle, behind)) is not None:
+            self._chunks, self._ids = found
             self._exchange.take_chunk = self._take_chunk
 
     def _take_chunk(self, read: bytes) -> bool:
@@ -282,6 +283,24 @@ class HttpStream:
             self._break(failure.message)
 
     # --- events ----------------------------------------------------------------------------------------
+
+    def _take_answer(self, piece: Piece) -> bool:
+        """A whole answer of ids that is as it should be, in few calls; False: `_take` is to take it."""
+        ids, model, request = piece.token_ids, piece.model, self._request
+        has_begun = self._has_ids or self._has_output or self._finish is not None or self._said_before
+        if has_begun or not ids or piece.finish is None or (self._model and model not in ("", self._model)):
+            return False
+        if len(ids) > request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
+            return False
+        self._reported, self._has_ids, self._has_output = piece.usage or self._reported, True, True
+        self._count, self._first_ns = len(ids), self._clock.now_ns()
+        self._token_ids.extend(ids)
+        text = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
+        self._sink.on_delta(Delta(text, ids))
+        if not self._done:
+            self._finished(piece.finish, piece.stop)
+            self._conclude()
+        return True
 
     def _take_alike(self, piece: Piece) -> None:
         """Nothing but ids, of events like one that was looked at."""
@@ -362,8 +381,7 @@ class HttpStream:
         text, counted = piece.text, piece.text
         if piece.thought or piece.tool_calls:
             counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
-        pieces = self._pieces
-        ids = pieces.of_all(piece.parts) if piece.parts else pieces.of(counted) if counted else ()
+        ids = self._pieces.of_all(piece.parts) if piece.parts else self._pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
         if self._count > self._text_tokens_max:
@@ -422,8 +440,7 @@ class HttpStream:
         counted = self._counted()
         if not close and (odd := oddity(self._reported, counted, self._finish)) is not None:
             self._owner.noted(*odd)
-        end = Finish(reason=self._finish, usage=self._usage(counted), stop=self._stopped_by)
-        self._end(end, close=close)
+        self._end(Finish(reason=self._finish, usage=self._usage(counted), stop=self._stopped_by), close=close)
 
     def _break(self, why: str) -> None:
         """No more will come: a good end if all had come already, else an error."""
@@ -445,15 +462,14 @@ class HttpStream:
 
     def _answered(self) -> None:
         """It answered with a status, or with something that is no stream."""
-        body = bytes(self._body or b"")
-        said = said_in(body)
-        if self._status == 200 and not (said.message or said.kind):
+        said = said_in(bytes(self._body or b""))
+        if self._status != 200:
+            said = msgspec.structs.replace(said, status=self._status)
+        elif not (said.message or said.kind):
             kind = self._headers.get(b"content-type", b"").decode("latin-1")[:64] or "nothing"
-            why = f"answered with {kind} instead of a stream of events"
-            self._owner.noted(Anomaly.NO_STREAM, why)
+            self._owner.noted(Anomaly.NO_STREAM, why := f"answered with {kind} instead of a stream of events")
             self.fail(WorkerUnavailable(f"the worker {why}"))
             return
-        said = said if self._status == 200 else msgspec.structs.replace(said, status=self._status)
         self.fail(error_of(said, headers=self._headers, has_output=False))
 
     def _end(self, finish: Finish, *, close: bool) -> None:

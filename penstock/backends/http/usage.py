@@ -1,6 +1,10 @@
 """How many tokens an answer had: what a worker that is not ours reports, and what was counted here; and which
 of the tokens that came belong to it at all. Pure.
 
+The count that is believed, in this order: token ids that the worker sends; its log-probabilities, one for
+each token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until
+then).
+
 Everything here is for backends/http/stream.py, which says which count is believed, and ends the answer where
 `within` finds its end.
 """

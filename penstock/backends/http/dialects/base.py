@@ -142,6 +142,8 @@ class AnswerReader(Protocol):
 
     is_steady: bool
     """Whether an event that says nothing but text, or ids, says the same wherever it stands."""
+    events_at_once_max: int
+    """Events that `read_to_end` takes; 0: it takes none."""
 
     def read(self, event: bytes) -> Piece:
         """Decode this event.
@@ -149,6 +151,17 @@ class AnswerReader(Protocol):
         Raises:
             msgspec.DecodeError: it is not of the shape that it should have.
             UnicodeDecodeError: it is not UTF-8.
+        """
+        ...
+
+    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
+        """Decode the last events of an answer as one, without the one that says `[DONE]`: one on each line.
+        None: they are to be read one by one, for they say more than tokens, usage and how the answer ended;
+        nothing was read then.
+
+        Raises:
+            msgspec.DecodeError: they are to be read one by one, for one of them cannot be read.
+            UnicodeDecodeError: the same.
         """
         ...
 

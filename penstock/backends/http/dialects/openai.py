@@ -38,7 +38,9 @@ from penstock.protocol.server_answers import (
     AnswerDelta,
     CompletionEventChoice,
     decode_chat_event,
+    decode_chat_events,
     decode_completion_event,
+    decode_completion_events,
     decode_models,
 )
 from penstock.text.tokenizer import Tokenizer
@@ -60,6 +62,8 @@ _FINISHES = {
     "tool_calls": FinishReason.TOOL_CALLS,
     "function_call": FinishReason.TOOL_CALLS,
 }
+_FAILED = frozenset({"abort", "error"})
+"""vLLM's finish reasons of answers that did not come to their end."""
 _NOT_FORWARDED = frozenset(
     {"n", "stream", "stream_options", "model", "max_tokens", "max_completion_tokens", "seed", "priority"}
 )
@@ -157,6 +161,7 @@ class CompletionReader:
 
     __slots__ = ("_num_top", "_reports_logprobs")
     is_steady = True
+    events_at_once_max = 1024
 
     def __init__(self, request: GenerateRequest) -> None:
         self._reports_logprobs = request.sampling.logprobs is not None
@@ -171,7 +176,7 @@ class CompletionReader:
         if not found.choices:
             return Piece(usage=usage, model=found.model or "")
         choice = found.choices[0]
-        if choice.finish_reason in ("abort", "error"):
+        if choice.finish_reason in _FAILED:
             return Piece(error=SaidError(message=f"it ended the answer with '{choice.finish_reason}'"))
         return self.piece(choice, usage, found.model or "")
 
@@ -187,6 +192,34 @@ class CompletionReader:
             model=model,
         )
 
+    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
+        """See `AnswerReader`."""
+        events = decode_completion_events(lines)
+        if len(events) != num_events:
+            return None
+        ids, finish, stop, usage, model = list[int](), None, None, None, events[0].model
+        for event in events:
+            if event.error is not None or event.object == "error" or event.model != model:
+                return None
+            usage = event.usage or usage
+            if event.choices:
+                choice = event.choices[0]
+                if finish or choice.logprobs is not None or not (choice.token_ids or choice.text == ""):
+                    return None
+                ids += choice.token_ids or ()
+                finish, stop = choice.finish_reason, choice.stop_reason
+        if not finish or finish in _FAILED:
+            return None
+        counts = None if usage is None else _usage_of(usage)
+        return Piece(
+            token_ids=tuple(ids),
+            finish=finish_of(finish),
+            stop=stop,
+            usage=counts,
+            model=model or "",
+            done=True,
+        )
+
     def end(self) -> Piece:
         """See `AnswerReader`."""
         return NOTHING
@@ -197,6 +230,8 @@ class ChatReader:
 
     __slots__ = ("_num_top",)
     is_steady = True
+    events_at_once_max = 20
+    """More of them are cut at what is alike in less time."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs or 0
@@ -220,6 +255,37 @@ class ChatReader:
             finish=finish_of(choice.finish_reason) if choice.finish_reason else None,
             usage=usage,
             model=found.model or "",
+        )
+
+    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
+        """See `AnswerReader`."""
+        events = decode_chat_events(lines)
+        if len(events) != num_events:
+            return None
+        texts, finish, usage, model = list[str](), None, None, events[0].model
+        for event in events:
+            if event.error is not None or event.object == "error" or event.model != model:
+                return None
+            usage = event.usage or usage
+            if event.choices:
+                choice = event.choices[0]
+                if finish or choice.logprobs is not None:
+                    return None
+                finish = choice.finish_reason
+                if (delta := choice.delta) is not None:
+                    if delta.tool_calls or delta.reasoning_content or delta.reasoning:
+                        return None
+                    if delta.content:
+                        texts.append(delta.content)
+        if not finish:
+            return None
+        return Piece(
+            text="".join(texts),
+            parts=tuple(texts) if len(texts) > 1 else (),
+            finish=finish_of(finish),
+            usage=None if usage is None else _usage_of(usage),
+            model=model or "",
+            done=True,
         )
 
     def end(self) -> Piece:

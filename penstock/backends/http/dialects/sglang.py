@@ -63,6 +63,7 @@ class SglangReader:
 
     __slots__ = ("_num_prompt_top", "_num_seen", "_num_top", "_text_seen")
     is_steady = False
+    events_at_once_max = 0
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
@@ -94,6 +95,9 @@ class SglangReader:
             usage=None if finish is None else _usage(meta),
             done=finish is not None,
         )
+
+    def read_to_end(self, lines: bytes, num_events: int) -> None:
+        """See `AnswerReader`."""
 
     def end(self) -> Piece:
         """See `AnswerReader`."""

@@ -59,6 +59,7 @@ class TgiReader:
 
     __slots__ = ("_num_top",)
     is_steady = False
+    events_at_once_max = 0
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs
@@ -80,6 +81,9 @@ class TgiReader:
             usage=_usage(details) if details is not None else None,
             done=details is not None,
         )
+
+    def read_to_end(self, lines: bytes, num_events: int) -> None:
+        """See `AnswerReader`."""
 
     def end(self) -> Piece:
         """See `AnswerReader`."""
