@@ -51,6 +51,7 @@ def sections(page: Path, text: str) -> Iterator[Section]:
     above: dict[int, str] = {}
     for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
         title, _, own = part.partition("\n")
+        own = " ".join(own.split())
         depth = len(title) - len(title.lstrip("#"))
         above = {each: said for each, said in above.items() if each < depth}
         yield Section(page, title.lstrip("# "), own, "\n".join(above.values()))
@@ -88,7 +89,7 @@ def changelog_entries(page: Path) -> list[Section]:
     """The entries of the newest version in the changelog."""
     newest = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1]
     entries = re.split(r"^(?:- |#+ )", newest, flags=re.MULTILINE)[1:]
-    return [Section(page, entry[:60], entry, "") for entry in entries]
+    return [Section(page, entry[:60], " ".join(entry.split()), "") for entry in entries]
 
 
 def failures(found: list[Section], known: dict[tuple[Path, str], Section]) -> list[str]:
