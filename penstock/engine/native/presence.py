@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.engine.native.build import compiler_names
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 
-TORCH_COST = "3 to 7 times slower than the compiled kernels"
+TORCH_COST = "3 to 8 times slower than the compiled kernels"
 """Decode steps of the 28M model with 1 to 32 rows (docs/design/034-torch-without-kernels.md)."""
 _SOURCES = Path(__file__).with_name("kernels")
 
