@@ -15,6 +15,7 @@ from test_external_conformance import opened, tools
 
 from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
 from penstock.backends.http.backend import ExternalWorker, HttpBackend
+from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import make_backend
 from penstock.backends.http.terms import HttpBackendLimits
 from penstock.errors import ConfigError, EngineFault, StreamBroken, WorkerUnavailable
@@ -220,6 +221,26 @@ def test_what_a_vllm_worker_is_sent() -> None:
         assert "authorization" not in server.requests[0].headers
 
     run(server, "vllm", check)
+
+
+def test_plain_requests_to_vllm_are_sent_what_all_are() -> None:
+    samplings = [
+        SamplingParams(temperature=0.0, max_tokens=7, stop_token_ids=(256,)),
+        SamplingParams(top_p=0.5, min_p=0.1, seed=9, presence_penalty=1.0, logprobs=2, min_tokens=1),
+        SamplingParams(frequency_penalty=0.5, repetition_penalty=1.5, top_k=3, logit_bias=((7, 1.5),)),
+        SamplingParams(prompt_logprobs=1),
+    ]
+    dialect = VllmDialect("served", has_priorities=True)
+    for number, sampling in enumerate(samplings * 2):
+        for more in ({}, {"cache_salt": b"t"}, {"adapter": "a"}, {"priority": 2}, {"resumed": (9,)}):
+            request = GenerateRequest(
+                request_id=RequestId(f'"{number}'), prompt_token_ids=(1, number), sampling=sampling
+            )
+            request = replace(request, **more)
+            sent = dialect.submission(request)
+            plain = VllmDialect("served", has_priorities=True)._submission(request)
+            assert sent.path == plain.path
+            assert json.loads(sent.body) == json.loads(plain.body)
 
 
 def test_priorities_are_sent_to_a_server_that_was_started_to_take_them() -> None:

@@ -5,6 +5,8 @@ Tokens that log-probabilities name are ids too (`return_tokens_as_token_ids`). S
 one with `ignore_eos`, for whether EOS ends an answer was decided by the gateway.
 """
 
+from typing import Any
+
 import msgspec
 
 from penstock.backends.base import GenerateRequest
@@ -22,6 +24,10 @@ from penstock.protocol.server_answers import CompletionEventChoice
 from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
+_PATH = "/v1/completions"
+_OWN = "max_tokens", "seed", "prompt", "request_id"
+"""Fields that are a request's own."""
+_BODIES_MAX = 256
 
 
 class VllmReader(CompletionReader):
@@ -75,9 +81,46 @@ class VllmDialect(EngineDialect):
         Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS, Capability.TOKEN_IDS,
     }  # fmt: skip
 
+    def __init__(self, model: str, *, has_priorities: bool) -> None:
+        """`has_priorities`: see `EngineDialect`."""
+        super().__init__(model, has_priorities=has_priorities)
+        self._bodies: dict[tuple[object, ...], bytes] = {}
+        """Beginnings of plain requests' bodies, by all that is in them: they come again and again."""
+
     def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
-        request = rest_of(request)
+        sampling, constraint = request.sampling, request.constraint
+        if request.resumed or sampling.prompt_logprobs is not None or sampling.logit_bias:
+            return self._submission(request)
+        if constraint.structured or constraint.fields or (self._has_priorities and request.priority):
+            return self._submission(request)
+        key = (
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.presence_penalty,
+            sampling.frequency_penalty, sampling.repetition_penalty, sampling.min_tokens, sampling.logprobs,
+            sampling.stop_token_ids, request.skip_special_tokens, request.adapter, request.cache_salt,
+        )  # fmt: skip
+        begins = self._bodies.get(key)
+        if begins is None:
+            fields = self._fields(request)
+            for name in _OWN:
+                del fields[name]
+            if len(self._bodies) >= _BODIES_MAX:
+                self._bodies.clear()
+            begins = self._bodies[key] = _encode(fields)[:-1]
+        own = (
+            sampling.max_tokens,
+            sampling.seed,
+            _encode(request.prompt_token_ids),
+            _encode(request.request_id),
+        )
+        return HttpSubmission(
+            _PATH, b'%b,"max_tokens":%d,"seed":%d,"prompt":%b,"request_id":%b}' % (begins, *own)
+        )
+
+    def _submission(self, request: GenerateRequest) -> HttpSubmission:
+        return HttpSubmission(_PATH, _encode(self._fields(rest_of(request))))
+
+    def _fields(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
         fields = self.token_fields(request) | {
             "request_id": request.request_id,
@@ -97,7 +140,7 @@ class VllmDialect(EngineDialect):
             fields["cache_salt"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
             fields["priority"] = request.priority
-        return HttpSubmission("/v1/completions", _encode(fields))
+        return fields
 
     def reader(self, request: GenerateRequest) -> VllmReader:
         """See `Dialect`."""
