@@ -15,7 +15,7 @@ from raw_worker import RawWorker
 from redis_process import RedisProcess
 from stand_in_thread import Serve, shared_engine, stand_in_engine
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 WARM_UP, ANSWERS = 60, 400
 

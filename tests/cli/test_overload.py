@@ -14,13 +14,14 @@ from typing import ClassVar
 import modelled_load
 import overload
 import pytest
+from foreign_load import ForeignLoad
 from open_load import Asked, OpenLoad
 
 from penstock.bench.client import ApiResponse
 from penstock.policy.flow import Outcome
 
-TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 8.0, 10.0
-PROCESSES = 2
+TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 6.0, 10.0
+PROCESSES, MODELLED_SECONDS = 2, 8.0
 pytestmark = pytest.mark.alone
 
 
@@ -61,12 +62,15 @@ def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNames
             try:
                 judge = await measurement.idle()
                 rate = max(TIMES * await measurement.closed(), RATE_MIN)
-                load = measurement.new_load()
+                load, foreign = measurement.new_load(), ForeignLoad()
                 refusing = asyncio.create_task(load.refused("web-a"))
                 await load.run("test", seed=1, rate=rate, seconds=SECONDS, drain_s=3 * DRAIN_S)
-                found = overload.figures(load)
+                found, slowdown = overload.figures(load), foreign.slowdown()
                 async with asyncio.timeout(DRAIN_S):
-                    return SimpleNamespace(load=load, figures=found, judge=judge, refusal=await refusing)
+                    refusal = await refusing
+                return SimpleNamespace(
+                    load=load, figures=found, judge=judge, slowdown=slowdown, refusal=refusal
+                )
             finally:
                 await measurement.close()
 
@@ -81,14 +85,16 @@ def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNames
 
 def test_what_is_let_in_is_answered_in_time(overloaded: SimpleNamespace) -> None:
     """The gateways fill the engine up to what was promised: where it shares its cores with them, and with the
-    clients, a token may take a quarter more.
+    clients, a token may take a quarter more. Processes of others were not there when promises were made:
+    what is taken by them, all of it takes longer.
     """
     answered, promise = [each for each in overloaded.load.asked if each.ok], overloaded.judge.promise
+    slowdown = overloaded.slowdown
     assert len(answered) > 10
-    in_time = sum(each.ttft_ns <= promise(each).ttft_ns for each in answered)
-    steady = sum(each.tpot_ns <= 1.25 * promise(each).tpot_ns for each in answered)
-    assert in_time >= 0.8 * len(answered), overloaded.figures
-    assert steady >= 0.7 * len(answered), overloaded.figures
+    in_time = sum(each.ttft_ns <= slowdown * promise(each).ttft_ns for each in answered)
+    steady = sum(each.tpot_ns <= 1.25 * slowdown * promise(each).tpot_ns for each in answered)
+    assert in_time >= 0.8 * len(answered), (slowdown, overloaded.figures)
+    assert steady >= 0.7 * len(answered), (slowdown, overloaded.figures)
     shares = {
         band: sum(each.ok for each in load) / len(load)
         for band in ("priority", "default")
@@ -125,7 +131,7 @@ def test_two_processes_let_in_what_one_worker_can_do_and_share_it_among_tenants(
     """Twice what it can do, at a worker whose steps take as long as they are told: a busy machine changes
     little of what is decided.
     """
-    asked = modelled_load.served(tmp_path, processes=PROCESSES, seconds=SECONDS, seed=1)
+    asked = modelled_load.served(tmp_path, processes=PROCESSES, seconds=MODELLED_SECONDS, seed=1)
     assert {each.outcome for each in asked} <= {Outcome.FINISHED, Outcome.REJECTED, Outcome.EVICTED}
 
     def answered(tenant: str) -> float:
