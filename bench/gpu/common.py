@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.loader import random_weights
 from penstock.engine.quantized import Float8Matrix
-from penstock.models.spec import DecoderSpec, RopeSpec
+from penstock.models.config import HfConfig
+from penstock.models.registry import FAMILIES
+from penstock.models.spec import DecoderSpec
 
 CLOCK = SystemClock()
 Value = TypeVar("Value")
@@ -94,6 +97,18 @@ class Bench:
         if not self.cpu:
             torch.cuda.synchronize()
 
+    def rates(self) -> dict[str, float]:
+        """What the device does: bytes a second that a large copy reads and writes, operations a second of a
+        large square product.
+        """
+        size, n = (1 << 16, 64) if self.tiny else (1 << 32, 8192)
+        source = torch.empty(size, dtype=torch.uint8, device=self.device).random_()
+        target = torch.empty_like(source)
+        copy = 2 * size / self.seconds(lambda: target.copy_(source), calls=3)
+        a, b = (torch.randn(n, n, dtype=self.dtype, device=self.device) for _ in range(2))
+        out = torch.empty_like(a)
+        return {"copy": copy, "gemm": 2 * n**3 / self.seconds(lambda: torch.mm(a, b, out=out), calls=5)}
+
     def nominal(self) -> tuple[float, float] | None:
         """(bytes/s, bf16 operations/s) of the sheet, if we know the device."""
         if self.cpu:
@@ -101,14 +116,14 @@ class Bench:
         name = torch.cuda.get_device_name()
         return next((rates for model, rates in NOMINAL.items() if model in name), None)
 
-    def seconds(self, run: Callable[[], None], *, calls: int = 10, repeats: int = 7) -> float:
+    def seconds(self, run: Callable[[], object], *, calls: int = 10, repeats: int = 7) -> float:
         """Median time of one call.
 
         On a GPU `calls` of them are replayed from a graph, so launching is no part of it.
         """
         if self.cpu:
             run()
-            return statistics.median(self._once(run) for _ in range(3))
+            return statistics.median(seconds_of(run)[1] for _ in range(3))
         run()
         run()
         torch.cuda.synchronize()
@@ -126,29 +141,39 @@ class Bench:
             times.append(start.elapsed_time(end) / 1e3 / calls)
         return statistics.median(times)
 
-    def _once(self, run: Callable[[], None]) -> float:
-        start_ns = CLOCK.now_ns()
-        run()
-        return (CLOCK.now_ns() - start_ns) / 1e9
+
+def seconds_of(work: Callable[[], Value]) -> tuple[Value, float]:
+    """What it gives, and how long it took."""
+    start_ns = CLOCK.now_ns()
+    found = work()
+    return found, (CLOCK.now_ns() - start_ns) / 1e9
 
 
-def shape(name: str, *, tiny: bool) -> DecoderSpec:
-    """The decoder of a published model; tiny: of the same kind, and small enough for a test."""
-    llama = name.startswith("llama")
+def config_of(name: str, *, tiny: bool) -> dict[str, Any]:
+    """The `config.json` of a published model; tiny: of the same kind, and small enough for a test."""
+    kind = "Llama" if name.startswith("llama") else "Qwen3"
     hidden, inner, layers, heads, kv_heads, vocab, tied = {
         "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151_936, True),
         "llama-3-8b": (4096, 14_336, 32, 32, 8, 128_256, False),
         "qwen3-14b": (5120, 17_408, 40, 40, 8, 151_936, False),
     }[name]
-    if tiny:
-        hidden, inner, layers, heads, kv_heads, vocab = 32, 64, 2, 4, 2, 101
-    return DecoderSpec(
-        architecture="LlamaForCausalLM" if llama else "Qwen3ForCausalLM", vocab_size=vocab,
-        hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=16 if tiny else 128, max_position=512 if tiny else 131_072,
-        norm_eps=1e-6, rope=RopeSpec(theta=500_000.0 if llama else 1_000_000.0), qk_norm=not llama,
-        tied_head=tied,
-    )  # fmt: skip
+    if tiny:  # All bytes, and the load generator's words.
+        hidden, inner, layers, heads, kv_heads, vocab = 32, 64, 2, 4, 2, 1200
+    return {
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 16 if tiny else 128, "vocab_size": vocab,
+        "max_position_embeddings": 1024 if tiny else 131_072, "rms_norm_eps": 1e-6,
+        "rope_theta": 500_000.0 if kind == "Llama" else 1_000_000.0, "tie_word_embeddings": tied,
+        "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
+    }  # fmt: skip
+
+
+def shape(name: str, *, tiny: bool) -> DecoderSpec:
+    """Its decoder, as the engine reads it."""
+    config = msgspec.convert(config_of(name, tiny=tiny), HfConfig)
+    assert config.architectures
+    return FAMILIES[config.architectures[0]].spec(config)
 
 
 class Float8Weights:
@@ -189,10 +214,8 @@ def build(
     target, seconds = bench.target(**settings), dict[str, float]()
 
     def timed(name: str, work: Callable[[], Value]) -> Value:
-        start_ns = CLOCK.now_ns()
-        found = work()
-        bench.sync()
-        seconds[name] = round((CLOCK.now_ns() - start_ns) / 1e9, 3)
+        found, took_s = seconds_of(lambda: (work(), bench.sync())[0])
+        seconds[name] = round(took_s, 3)
         return found
 
     def random() -> WeightSource:

@@ -10,16 +10,17 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
+import tiny_models
 import torch
-from engine_driver import Answer, Driver
+from engine_driver import Answer
 from quantized_checkpoints import FORMATS, quantize
 
-from bench.gpu.common import CLOCK, Bench, Report, checked
+from bench.gpu.common import Bench, Report, checked
+from bench.gpu.throughput import Asked
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.core import StepRunner, build_core
+from penstock.engine.core import StepRunner
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.runner import load_runner
@@ -61,38 +62,23 @@ KINDS = (
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 
-def run(bench: Bench, report: Report) -> None:
-    import tiny_models  # The tests' own makers of checkpoints; they need transformers.
-
+def run(bench: Bench, report: Report, under: str) -> None:
+    """`under`: "families" or "forms"."""
+    check, names = {"families": (check_family, FAMILIES), "forms": (check_form, tuple(FORMATS))}[under]
     torch.set_num_threads(1 if bench.tiny else 8)
 
-    def check(family: str) -> dict[str, Any]:
+    def in_a_folder(name: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
-            model = tiny_models.tiny_model(family)
-            return check_family(bench, model, tiny_models.save(model, Path(directory)))
+            return check(bench, name, Path(directory))
 
-    asked = FAMILIES[:1] if bench.tiny else FAMILIES
-    report.fail_if(checked(report, {family: partial(check, family) for family in asked}, "families"))
-
-
-def run_quantized(bench: Bench, report: Report) -> None:
-    import tiny_models
-
-    torch.set_num_threads(1 if bench.tiny else 8)
-
-    def check(name: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as directory:
-            path, family = Path(directory), QUANTIZED_FAMILY.get(name, "qwen3")
-            tiny_models.save(tiny_models.tiny_model(family, **QUANTIZED_SIZES), path / "dense")
-            quantize(path / "dense", path / "quantized", path / "twin", FORMATS[name])
-            return check_form(bench, path, "fp8" if name.startswith("fp8") else "int")
-
-    asked = list(FORMATS)[:2] if bench.tiny else list(FORMATS)
-    report.fail_if(checked(report, {name: partial(check, name) for name in asked}, "forms"))
+    asked = names[:2] if bench.tiny else names
+    report.fail_if(checked(report, {name: partial(in_a_folder, name) for name in asked}, under))
 
 
-def check_form(bench: Bench, path: Path, kind: str) -> dict[str, Any]:
-    dtype = "float32" if bench.cpu else "bfloat16"
+def check_form(bench: Bench, name: str, path: Path) -> dict[str, Any]:
+    dense = tiny_models.tiny_model(QUANTIZED_FAMILY.get(name, "qwen3"), **QUANTIZED_SIZES)
+    quantize(tiny_models.save(dense, path / "dense"), path / "quantized", path / "twin", FORMATS[name])
+    dtype, kind = "float32" if bench.cpu else "bfloat16", "fp8" if name.startswith("fp8") else "int"
     quantized, twin = (on_device(bench, path / each, dtype=dtype) for each in ("quantized", "twin"))
     found = differences(scores(quantized, bench), scores(twin, bench))
     types = {str(tensor.dtype).removeprefix("torch.") for tensor in quantized.weight_tensors()}
@@ -106,7 +92,9 @@ def check_form(bench: Bench, path: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
+def check_family(bench: Bench, name: str, path: Path) -> dict[str, Any]:
+    model = tiny_models.tiny_model(name)
+    tiny_models.save(model, path)
     reference = load_runner(
         path, EngineSettings(device="cpu", dtype="float32", kernels="torch", **SIZES), quiet
     )
@@ -152,18 +140,9 @@ def prompts(bench: Bench) -> list[list[int]]:
     return [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-class _Asked(Driver):
-    """An engine around a runner that is there already."""
-
-    def __init__(self, runner: StepRunner) -> None:
-        settings = EngineSettings(dtype="float32", prefix_cache=False, **SIZES)
-        self.core = build_core(runner, settings, b"k" * 32, CLOCK)
-        self._asked, self._mail = 0, SimpleQueue()
-
-
 def ask(runner: StepRunner, asked: Sequence[list[int]], how: Sequence[SamplingParams]) -> list[Answer]:
     """Answers to requests that start together."""
-    answers = _Asked(runner).ask(asked, how)
+    answers = Asked(runner, **SIZES).ask(asked, how)
     assert not any(answer.error for answer in answers), answers
     return answers
 

@@ -1,39 +1,128 @@
-"""Every kernel against its twin, and how near it comes to the device's ceilings as measured here."""
+"""Every kernel against its twin, and how near attention and drawing come to the device's ceilings as measured
+here. How long products with quantized weights take is a model's: `models`.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu.ceilings import copy_rate, gemm_rate, void
-from bench.gpu.common import Bench, Report, checked, shape
-from bench.gpu.steps import Case, Rows, case
+from bench.gpu.common import Bench, Report, checked, float8_of, shape
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
-from penstock.engine.gpu.ops import AttentionLayer, Ops
-from penstock.engine.gpu.step import Drawn
+from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
+from penstock.engine.gpu.packed import MatrixOps, PackedWeight, TorchMatrixOps, few_rows, packed, rounded
+from penstock.engine.gpu.step import (
+    DeviceStep,
+    DeviceStepInputs,
+    Drawn,
+    Int32Array,
+    RowState,
+    StepBuffer,
+    StepLimits,
+)
 from penstock.engine.gpu.torch_ops import TorchOps
+from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rowwise import RotaryTable
+from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 from penstock.models.spec import DecoderSpec
+from penstock.types import BLOCK_TOKENS
 
 LIMIT = 1e-2
 """Relative error of a bf16 result: one rounding is 2**-9."""
+Rows = list[tuple[int, int]]
+"""(tokens in the cache, new tokens) of every row; all draw."""
 MIXED: Rows = [(0, 200), (1024, 1), (77, 33), (511, 1), (300, 16), (15, 1), (2000, 5)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step and what its kernels work on."""
+
+    spec: DecoderSpec
+    step: DeviceStep
+    cache: KVCache
+    partials: Partials
+    rotation: HeadRotation
+    host: tuple[Int32Array, Int32Array, Int32Array]
+    """Places in the tables, tokens in the cache and new tokens, of each row."""
+
+    @property
+    def slots(self) -> int:
+        """Of a block."""
+        return self.cache.pages_per_block * BLOCK_TOKENS
+
+    def begin(self, ops: Ops) -> None:
+        """The work before a step's layers, on the host and on the device."""
+        ops.plan(*self.host, self.step.state)
+        ops.prepare(self.step, self.slots)
+
+    def heads(self, seed: int, *, all_heads: bool) -> Tensor:
+        """Random queries, or queries, keys and values, of the step's tokens."""
+        count = self.spec.num_heads + (2 * self.spec.num_kv_heads if all_heads else 0)
+        device, tokens = self.cache.tensor.device, len(self.step.inputs.token_ids)
+        generator = torch.Generator(device).manual_seed(seed)
+        size = (tokens, count, self.spec.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=self.cache.dtype)
+
+
+def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Case:
+    """A filled step over a cache of `layers` layers, whose blocks lie anywhere; `prepare` has not run."""
+    step_tokens = sum(new for _, new in rows)
+    longest = max(computed + new for computed, new in rows)
+    sizes = {"max_running": len(rows), "step_tokens": step_tokens}
+    work_limits = WorkListLimits.of(**sizes, group_size=spec.group_size)
+    limits = StepLimits(**sizes, max_model_len=longest + BLOCK_TOKENS, work=work_limits)
+    computed, new = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    places = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
+    device = bench.device
+    state, buffer = RowState.allocate(limits, device), StepBuffer(limits, torch.device("cpu"))
+    work = WorkList.of(places, computed, new, limits.work)
+    buffer.fill(places, computed, new, np.arange(len(rows), dtype=np.int32), work)
+    on_device = StepBuffer(limits, device)
+    on_device.flat.copy_(buffer.flat)
+    inputs = DeviceStepInputs.allocate(limits, device).head(step_tokens, len(rows))
+    held = -(-(computed + new) // BLOCK_TOKENS)
+    small = replace(spec, num_layers=layers)
+    cache = KVCache(small, int(held.sum()) + 3, bench.dtype, device)
+    fill(cache, state, places, computed, held)
+    state.token_ids.random_(0, spec.vocab_size)
+    heads = (limits.work.partials_max, spec.num_heads)
+    partials = Partials(torch.zeros(*heads, spec.head_dim, device=device), torch.zeros(*heads, device=device))
+    norm = torch.linspace(0.5, 1.5, spec.head_dim, device=device).to(bench.dtype)
+    table = RotaryTable(spec.rope, spec.head_dim, limits.max_model_len, device)
+    rotation = HeadRotation(table, (norm, norm.flip(0)) if spec.qk_norm else None, spec.norm_eps)
+    decode_only = bool((new == 1).all())
+    step = DeviceStep(on_device, state, inputs, decode_only)
+    return Case(small, step, cache, partials, rotation, (places, computed, new))
+
+
+def fill(cache: KVCache, state: RowState, places: np.ndarray, computed: np.ndarray, held: np.ndarray) -> None:
+    """Random keys and values where rows have them, NaN everywhere else: nothing may read that."""
+    cache.tensor[:-1].fill_(torch.nan)
+    order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(3))
+    first = 0
+    for place, known, count in zip(places.tolist(), computed.tolist(), held.tolist(), strict=True):
+        blocks = order[first : first + count].to(cache.tensor.device)
+        first += count
+        state.block_tables[place, :count] = blocks.int()
+        whole, rest = divmod(known, BLOCK_TOKENS)
+        cache.tensor[blocks[:whole]] = torch.randn_like(cache.tensor[blocks[:whole]])
+        if rest:
+            part = cache.tensor[blocks[whole], :, :, :rest]
+            cache.tensor[blocks[whole], :, :, :rest] = torch.randn_like(part)
 
 
 @torch.inference_mode()
 def run(bench: Bench, report: Report) -> None:
     ops = bench.ops()
     report.put("ops", ops.name)
-    checks = {
-        name: partial(twins, partial(work, bench), ops, TorchOps(), exact=name in EXACT)
-        for name, work in CHECKS.items()
-    }
-    wrong = checked(report, checks)
-    rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
-    report.put("measured_here", rates)
+    wrong = beside_twins(bench, report, CHECKS, ops, TorchOps())
+    report.put("measured_here", rates := bench.rates())
     figures: dict[str, Any] = {}
     for name, measure in figures_of(bench, ops).items():
         seconds, moved, flops = measure()
@@ -49,18 +138,33 @@ def run(bench: Bench, report: Report) -> None:
     report.fail_if(wrong)
 
 
-def compare(ours: Tensor, twin: Tensor) -> dict[str, Any]:
-    ours, twin = ours.double(), twin.double()
-    error = float((ours - twin).norm() / twin.norm())
-    return {"ok": error <= LIMIT, "relative_error": error}  # NaN is not below anything.
+@torch.inference_mode()
+def run_quantized(bench: Bench, report: Report) -> None:
+    report.fail_if(beside_twins(bench, report, QUANTIZED, bench.ops().matrices, TorchMatrixOps()))
 
 
-def twins(work: Callable[[Any], Tensor], ops: object, twin: object, *, exact: bool = False) -> dict[str, Any]:
-    """The same work by both."""
+Work = Callable[..., Tensor]
+"""What some operations compute, of a bench and them."""
+
+
+def beside_twins(
+    bench: Bench, report: Report, works: dict[str, Work], ops: object, twin: object
+) -> list[str]:
+    """The same work by both; those that differ."""
+    checks = {
+        name: partial(twins, partial(work, bench), ops, twin, exact=name in EXACT)
+        for name, work in works.items()
+    }
+    return checked(report, checks)
+
+
+def twins(work: Work, ops: object, twin: object, *, exact: bool = False) -> dict[str, Any]:
     ours, theirs = work(ops), work(twin)
     if exact:
         return {"ok": torch.equal(ours, theirs), "values_that_differ": int((ours != theirs).sum())}
-    return compare(ours, theirs)
+    ours, theirs = ours.double(), theirs.double()
+    error = float((ours - theirs).norm() / theirs.norm())
+    return {"ok": error <= LIMIT, "relative_error": error}  # NaN is not below anything.
 
 
 def spec_of(bench: Bench) -> DecoderSpec:
@@ -76,7 +180,7 @@ def prepared_step(bench: Bench, ops: Ops) -> Tensor:
     one = case(bench, spec_of(bench), rows_of(bench))
     known = one.step.state.token_ids
     known.copy_(torch.arange(known.numel()).view_as(known) % 97)
-    ops.prepare(one.step, one.slots_per_block)
+    ops.prepare(one.step, one.slots)
     at = one.step.inputs
     made = (at.token_ids, at.positions, at.slots, at.sample_tokens, at.sample_positions)
     return torch.cat([each.flatten().long() for each in made])
@@ -135,11 +239,11 @@ def sampled(bench: Bench, ops: Ops) -> Tensor:
 
 
 DECODE: Rows = [(n, 1) for n in (0, 15, 16, 100, 517)]
-CHECKS: dict[str, Callable[..., Tensor]] = {
+CHECKS: dict[str, Work] = {
     "prepare": prepared_step, "norm": normed, "gate": gated, "rotate_store": rotated_and_stored,
     "attend mixed": attended, "attend decode": partial(attended, rows=DECODE),
     "attend window": partial(attended, window=20), "attend softcap": partial(attended, softcap=5.0),
-    "sample": sampled,
+    "attend FP8": partial(attended, float8=True), "sample": sampled,
 }  # fmt: skip
 EXACT = ("prepare", "sample")
 
@@ -156,10 +260,98 @@ def prepared(bench: Bench, ops: Ops, rows: Rows) -> Case:
     return one
 
 
+def integers(bench: Bench, bits: int = 4, *, group: int = 128, zeros: bool = False) -> PackedWeight:
+    """Random ones, as a checkpoint would have them."""
+    n, k = (48, 256) if bench.tiny else (2304, 4096)
+    matrix = rounded(random(bench, n, k, seed=n), 8)
+    if bits == 4:
+        generator = torch.Generator(bench.device).manual_seed(n)
+        how = {"generator": generator, "device": bench.device}
+        values, spread = (
+            torch.randint(0, 16, (n, k), dtype=torch.uint8, **how),
+            torch.rand(n, k // group, **how),
+        )
+        scale = ((spread + 0.5) * 0.2 * k**-0.5).half().float()
+        shift = torch.randint(-4, 5, scale.shape, **how).float() * scale
+        matrix = QuantizedMatrix(values=values, scale=scale, offset=shift if zeros else None)
+    assert matrix is not None
+    found = packed(matrix, bench.device)
+    assert found is not None
+    return found
+
+
+def float8(bench: Bench, *, in_blocks: bool) -> Float8Matrix:
+    n, k = (128, 256) if bench.tiny else (2304, 4096)
+    return float8_of(random(bench, n, k, seed=n).float() * k**-0.5, in_blocks=in_blocks)
+
+
+def product(
+    bench: Bench, ops: MatrixOps, rows: int, make: Callable[[Bench], PackedWeight] = integers
+) -> Tensor:
+    """Without a bias and with one."""
+    weight = make(bench)
+    n, k = weight.shape
+    x, bias = random(bench, rows, k, seed=7), random(bench, n, seed=8)
+    out = torch.full((2, rows, n), torch.nan, dtype=bench.dtype, device=bench.device)
+    ops.multiply(x, weight, None, out[0])
+    ops.multiply(x, weight, bias, out[1])
+    return out
+
+
+def unpacked(bench: Bench, ops: MatrixOps, bits: int) -> Tensor:
+    weight = integers(bench, bits, zeros=True)
+    out = torch.full(weight.shape, torch.nan, dtype=bench.dtype, device=bench.device)
+    ops.unpack(weight, out)
+    return out
+
+
+def rounded_rows(bench: Bench, ops: MatrixOps, rows: int, *, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    k = 256 if bench.tiny else 4096
+    out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=bench.device)
+    scales = torch.full((k // 128, rows) if in_blocks else (rows,), torch.nan, device=bench.device)
+    ops.round_rows(random(bench, rows, k, seed=6), out, scales)
+    return out, scales
+
+
+def rounding(bench: Bench, ops: MatrixOps, *, in_blocks: bool) -> Tensor:
+    """What the rounded rows stand for: a quotient on the edge of two numbers may go to either."""
+    values, scales = rounded_rows(bench, ops, 33, in_blocks=in_blocks)
+    parts = values.float().view(33, len(scales) if in_blocks else 1, -1)
+    return parts * (scales.T if in_blocks else scales[:, None])[:, :, None]
+
+
+def float8_product(bench: Bench, ops: MatrixOps, rows: int, *, in_blocks: bool) -> Tensor:
+    weight, given = (
+        float8(bench, in_blocks=in_blocks),
+        rounded_rows(bench, TorchMatrixOps(), rows, in_blocks=in_blocks),
+    )
+    out = torch.full((rows, weight.shape[0]), torch.nan, dtype=bench.dtype, device=bench.device)
+    ops.multiply_float8(given, weight, None, out)
+    return out
+
+
+def few(bench: Bench, *, in_blocks: bool) -> PackedWeight:
+    return few_rows(float8(bench, in_blocks=in_blocks))
+
+
+QUANTIZED: dict[str, Work] = {
+    "int4, 1 row, zeros": partial(product, rows=1, make=partial(integers, zeros=True)),
+    "int4, 1 row, groups of 32": partial(product, rows=1, make=partial(integers, group=32)),
+    "int4, 9 rows, groups of 64": partial(product, rows=9, make=partial(integers, group=64)),
+    "int4, 40 rows, zeros": partial(product, rows=40, make=partial(integers, zeros=True)),
+    "int4, 200 rows": partial(product, rows=200),
+    "int8, 3 rows": partial(product, rows=3, make=partial(integers, bits=8)),
+    "int4 made dense": partial(unpacked, bits=4), "int8 made dense": partial(unpacked, bits=8),
+    "rounding rows": partial(rounding, in_blocks=False), "rounding blocks": partial(rounding, in_blocks=True),
+    "fp8, 3 rows as they are": partial(product, rows=3, make=partial(few, in_blocks=False)),
+    "fp8 in blocks, 3 rows as they are": partial(product, rows=3, make=partial(few, in_blocks=True)),
+    "fp8, 1 row": partial(float8_product, in_blocks=False, rows=1),
+    "fp8, 77 rows": partial(float8_product, in_blocks=False, rows=77),
+    "fp8 in blocks, 20 rows": partial(float8_product, in_blocks=True, rows=20),
+    "fp8 in blocks, 76 rows": partial(float8_product, in_blocks=True, rows=76),
+}  # fmt: skip
 Figure = Callable[[], tuple[float, float, float]]
 """(seconds, bytes that must move, operations) of one call."""
-
-
 SAMPLED = {"greedy": (0.0, 1.0), "plain": (0.8, 1.0), "top-p": (0.8, 0.95)}
 """Temperature and top-p. The logits are normal with a deviation of 3: the nucleus is thousands of tokens, a
 hard case."""
@@ -246,5 +438,5 @@ def sample(bench: Bench, ops: Ops, spec: DecoderSpec, how: str, batch: int) -> t
     one.step.state.top_p.fill_(top_p)
     logits = 3 * random(bench, batch, spec.vocab_size, seed=9).float()
     drawn = Drawn.allocate(batch, bench.device)
-    seconds = bench.seconds(lambda: void(ops.sample(logits, one.step, drawn)), calls=3)
+    seconds = bench.seconds(lambda: ops.sample(logits, one.step, drawn), calls=3)
     return seconds, 4.0 * batch * spec.vocab_size, 0.0

@@ -36,11 +36,11 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "ceilings": Section(15, "ceilings.run"),
+    "ceilings": Section(15, "models.ceilings"),
     "kernels": Section(50, "kernels.run"),
-    "correctness": Section(85, "correctness.run"),
-    "quantized": Section(60, "quantized.run"),
-    "formats": Section(60, "correctness.run_quantized"),
+    "correctness": Section(85, "correctness.run", ("families",)),
+    "quantized": Section(60, "kernels.run_quantized"),
+    "formats": Section(60, "correctness.run", ("forms",)),
     "qwen3-0.6b": Section(45, "models.run", ("qwen3-0.6b",)),
     "llama-3-8b": Section(50, "models.run", ("llama-3-8b",)),
     "llama-3-8b int4": Section(50, "models.run", ("llama-3-8b", "int4")),

@@ -1,5 +1,5 @@
-"""One model shape with random weights: decode by rows, prefill by length, host time, start-up, graphs and
-overlap on and off.
+"""The device's ceilings; a model shape with random weights: decode by rows, prefill by length, host time,
+start-up, graphs and overlap on and off.
 
 MBU: bytes of weights and of KV that a decode step must read, over its time and the device's bandwidth. MFU:
 operations of matrix products and attention over time and the device's rate. Both against the sheet, and
@@ -10,8 +10,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.gpu.ceilings import copy_rate, gemm_rate
-from bench.gpu.common import CLOCK, Bench, Report, build, shape
+import torch
+
+from bench.gpu.common import CLOCK, Bench, Report, build, seconds_of, shape
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.models.spec import DecoderSpec
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
@@ -34,11 +35,26 @@ class Sizes:
         return cls((1, 3), 40, 4, (32, 64)) if bench.tiny else cls((1, 8, 64, 256), 1024, 48, (2048, 8192))
 
 
+@torch.inference_mode()
+def ceilings(bench: Bench, report: Report) -> None:
+    """A large copy and a large matrix product: everything else is compared with these."""
+    report.put("torch", torch.__version__)
+    if not bench.cpu:
+        facts = torch.cuda.get_device_properties(0)
+        report.put("device", facts.name)
+        report.put("multiprocessors", facts.multi_processor_count)
+        report.put("memory_bytes", facts.total_memory)
+    found = bench.rates()
+    report.put("copy_bytes_per_s", found["copy"])
+    report.put("gemm_flops", found["gemm"])
+    report.put("summary", f"copy {found['copy'] / 1e12:.2f} TB/s, GEMM {found['gemm'] / 1e12:.0f} TFLOP/s")
+
+
 def run(bench: Bench, report: Report, name: str, form: str = "", kv_dtype: str = "auto") -> None:
     spec, sizes = shape(name, tiny=bench.tiny), Sizes.of(bench)
     if form and bench.tiny:
         spec = replace(spec, hidden_size=128, intermediate_size=128, num_heads=8, num_kv_heads=8)
-    rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
+    rates = bench.rates()
     report.put("measured_here", rates)
     runner, seconds = build(
         bench, spec, form=form, kv_dtype=kv_dtype, dtype="float32" if bench.cpu else "bfloat16",
@@ -88,29 +104,22 @@ def start_rows(runner: DeviceRunner, batch: int, context: int, steps: int) -> St
     return StepPlan(0, new, work)
 
 
-def next_steps(batch: int, context: int, steps: int) -> list[StepPlan]:
-    return [
-        StepPlan(step, (), tuple(RowWork(row, context + step, 1, True) for row in range(batch)))
-        for step in range(1, steps + 1)
-    ]
-
-
 def decode_seconds(
     bench: Bench, runner: DeviceRunner, batch: int, sizes: Sizes, *, ahead: bool
 ) -> dict[str, float]:
     """Median step time and the host's part of it, one plan under way or two."""
     runner.run(start_rows(runner, batch, sizes.context, sizes.steps))
-    plans = next_steps(batch, sizes.context, sizes.steps)
-    times: list[float] = []
-    launching: list[float] = []
+    plans = [
+        StepPlan(step, (), tuple(RowWork(row, sizes.context + step, 1, True) for row in range(batch)))
+        for step in range(1, sizes.steps + 1)
+    ]
+    times, launching = list[float](), list[float]()
     bench.sync()
     if ahead:
         runner.launch(plans[0])
     last_ns = CLOCK.now_ns()
     for plan in plans[1:]:
-        before_ns = CLOCK.now_ns()
-        runner.launch(plan)
-        launching.append((CLOCK.now_ns() - before_ns) / 1e9)
+        launching.append(seconds_of(lambda plan=plan: runner.launch(plan))[1])
         runner.collect()
         now_ns = CLOCK.now_ns()
         times.append((now_ns - last_ns) / 1e9)
@@ -172,11 +181,7 @@ def prefill_figures(
     blocks = tuple(range(-(-(tokens + 1) // BLOCK_TOKENS)))
     new = NewRow(RequestId("p"), 0, prompt, tokens, GREEDY)
     plan = StepPlan(0, (new,), (RowWork(0, 0, tokens, True, blocks),))
-    times: list[float] = []
-    for _ in range(2 if bench.tiny else 6):
-        start_ns = CLOCK.now_ns()
-        runner.run(plan)
-        times.append((CLOCK.now_ns() - start_ns) / 1e9)
+    times = [seconds_of(lambda: runner.run(plan))[1] for _ in range(2 if bench.tiny else 6)]
     step_s, nominal = statistics.median(times[1:]), bench.nominal()
     flops = prefill_flops(spec, tokens)
     return {

@@ -3,19 +3,18 @@
 Shapes with random weights give speed; the trained demo model gives answers, which are held against the CPU's.
 """
 
-import atexit
 import json
-import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from word_vocabulary import make_vocabulary, save_tokenizer
 
-from bench.gpu.common import Bench, Report, shape
+from bench.gpu.common import Bench, Report, config_of
 from bench.harness import REPOSITORY
 from bench.process import Served, load_report
-from penstock.models.spec import DecoderSpec
 
 DEMO = REPOSITORY / "models" / "penstock-demo-mini"
 KEY = "sk-of-the-gpu-bench-0123456789"
@@ -51,11 +50,14 @@ def answers(bench: Bench) -> dict[str, Any]:
     return {"equal": equal, "differ": [pair for pair in zip(*texts, strict=True) if pair[0] != pair[1]]}
 
 
-def served(settings: dict[str, Any]) -> Served:
-    """A server whose folder is gone when this process ends."""
-    place = Path(tempfile.mkdtemp(prefix="gpu-serving-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    return Served(place, settings, PENSTOCK_API_KEY=KEY)
+@contextmanager
+def served(settings: dict[str, Any]) -> Iterator[Served]:
+    """A server, and a folder that is gone with it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-serving-") as name,
+        Served(Path(name), settings, PENSTOCK_API_KEY=KEY) as server,
+    ):
+        yield server
 
 
 def ask(server: Served, question: str) -> str:
@@ -70,9 +72,12 @@ def load(bench: Bench, name: str) -> dict[str, Any]:
     prompt, output = (16, 4) if bench.tiny else (PROMPT_TOKENS, OUTPUT_TOKENS)
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / name
-        write_shape(shape(name, tiny=bench.tiny), model, max_position=1024 if bench.tiny else 8192)
+        model.mkdir()
+        config, context = config_of(name, tiny=bench.tiny), 1024 if bench.tiny else 8192
+        (model / "config.json").write_text(json.dumps(config))
+        save_tokenizer(make_vocabulary(config["vocab_size"]), model, context=context)
         engine = {"device": "cpu"} if bench.cpu else {"device": "cuda", "dtype": "bfloat16"}
-        engine |= {"load_format": "random", "max_running": max(levels)}
+        engine |= {"load_format": "random", "max_running": max(levels), "max_model_len": context}
         engine["step_tokens"] = 64 if bench.tiny else STEP_TOKENS
         # Nothing is promised: callers in a closed loop ask for all that the server can do, however late.
         admission = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": []}
@@ -96,20 +101,3 @@ def figures(level: dict[str, Any]) -> dict[str, Any]:
         name: {p: level[name][p] for p in ("p50", "p99")} for name in ("ttft_ms", "tpot_ms", "send_delay_ms")
     }
     return {name: level[name] for name in kept} | times
-
-
-def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
-    """A directory with the config of a shape, and a tokenizer of as many tokens."""
-    model.mkdir()
-    vocab_size = max(spec.vocab_size, 1200)  # Of tiny shapes: all bytes, and the load generator's words.
-    config = {
-        "architectures": [spec.architecture],
-        "model_type": spec.architecture.removesuffix("ForCausalLM").lower(), "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim, "vocab_size": vocab_size, "max_position_embeddings": max_position,
-        "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta, "tie_word_embeddings": spec.tied_head,
-        "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
-    }  # fmt: skip
-    (model / "config.json").write_text(json.dumps(config))
-    save_tokenizer(make_vocabulary(vocab_size), model, context=max_position)
