@@ -137,6 +137,11 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(statistics.median(found), min(found), max(found))
 
 
+def shown(values: Sequence[float]) -> Spread | str:
+    """Median and range; of one round the figure; of none nothing."""
+    return spread(values) if len(values) > 1 else "".join(map(short, values))
+
+
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Ours over theirs, round by round."""
     return spread(mine / other for mine, other in zip(ours, theirs, strict=True))

@@ -35,6 +35,12 @@ class Process:
                 env={**os.environ, **environment},
             )  # fmt: skip
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def pids(self) -> list[int]:
         """It and its descendants: a gateway may be several processes."""
         return family(self.child.pid)
@@ -115,12 +121,6 @@ class Served(Process):
         self.ready_s = round(self.wait(self._is_ready), 1)
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def ask(
         self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
@@ -143,8 +143,8 @@ class Served(Process):
             return False
 
 
-def load_report(url: str, key: str, *flags: str) -> dict[str, Any]:
-    """The report of one `penstock bench`, whose progress bar shows.
+def load_report(url: str, key: str, *flags: str, shown: bool = False) -> dict[str, Any]:
+    """The report of one `penstock bench`, whose progress bar shows, and if `shown` its tables.
 
     Raises:
         RuntimeError: it failed.
@@ -152,9 +152,10 @@ def load_report(url: str, key: str, *flags: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [*SERVE[:-1], "bench", "--url", url, "--json", file.name, *flags]
         environment = {**os.environ, "PENSTOCK_API_KEY": key}
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=environment, text=True)
+        out = None if shown else subprocess.PIPE
+        done = subprocess.run(command, check=False, stdout=out, env=environment, text=True)
         if done.returncode:
-            raise RuntimeError(f"penstock bench ended with {done.returncode}: {done.stdout[-2000:]}")
+            raise RuntimeError(f"penstock bench ended with {done.returncode}: {(done.stdout or '')[-2000:]}")
         return json.loads(Path(file.name).read_text())
 
 

@@ -1,19 +1,19 @@
-"""Where the CPU of a relayed request goes, by stage: `penstock serve` in front of an HTTP worker, profiled.
+"""Where does a relayed request's CPU go, and what does it cost in another tree? Shares by stage, or ratios.
 
     python -m bench.relay.stages [--shapes whole,paced] [--requests 600] [--json FILE]
     python -m bench.relay.stages --tree . OLD [--instructions] [--turns 20]      beside another source tree
 
-Shares of the main thread's time in Python and in what Python calls, by cProfile, which makes calls dearer
-than they are: shares tell where to look, and `calls` (of functions, C's included) for each request are the
-same on every machine. The kernel's part, in `write` and in the event loop, is not told apart.
+`penstock serve` stands in front of an HTTP worker. Shares are of the main thread's time in Python and in what
+Python calls, by cProfile, which makes calls dearer than they are: shares tell where to look, and `calls` (of
+functions, C's included) for each request are the same on every machine. The kernel's part, in `write` and in
+the event loop, is not told apart.
 
-With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python,
-of this version or with Penstock's packages, and `penstock.vllm:TREE` (or `:PYTHON@TREE`) one that is
-configured as that gateway of bench/relay/peers.py: it gets token ids. CPU time of all threads, in short
-bursts that go to one and the other in turns (median of the ratios, with quartiles), and with
-`--instructions` those of the processor (valgrind's callgrind), which are the same however busy the machine
-is. Under valgrind requests come so slowly that what is done by the clock (learning, the pulse) counts with
-each, in both trees.
+With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python, of
+this version or with Penstock's packages, and `penstock.vllm:TREE` (or `:PYTHON@TREE`) one that is configured
+as that gateway of bench/relay/peers.py: it gets token ids. CPU time of all threads, in short bursts that go
+to one and the other in turns (median of the ratios, with quartiles), and with `--instructions` those of the
+processor (valgrind's callgrind), which are the same however busy the machine is. Under valgrind requests come
+so slowly that what is done by the clock (learning, the pulse) counts with each, in both trees.
 """
 
 import os
@@ -22,25 +22,34 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 from bench.harness import command_line, in_turns, table, write_result
-from bench.process import Process, build, free_port
-from bench.relay.gateways import HERE, OURS, config_of, python_path
-from bench.relay.peers import KEY, SHAPES, START_S, Shape, load, wait_answers
+from bench.process import Process, build
+from bench.relay.gateways import SHAPES, Gateway, Shape, load, serving
 
 PATIENCE_S = 400.0
 """Until a gateway in valgrind answers."""
+PROFILED = """
+import cProfile, os, signal, sys, time
+from penstock.cli.main import main
+out, profile = sys.argv.pop(1), cProfile.Profile(time.thread_time)
+def stop(*_):
+    profile.disable()
+    profile.dump_stats(out + ".part")
+    os.rename(out + ".part", out)
+signal.signal(signal.SIGUSR1, lambda *_: profile.enable())
+signal.signal(signal.SIGUSR2, stop)
+sys.exit(main())
+"""
+"""`penstock`: its main thread's CPU between two signals goes to a file, which is named once whole."""
 
 STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reading the request, who asks": (("http/connection.py:data_received",), ("http/begun.py:begin",)),
@@ -72,50 +81,18 @@ STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Of each, functions whose time is in it with all that they call, and those of them that are not."""
 
 
-class Started(NamedTuple):
-    """How a gateway is started."""
-
-    command: list[str]
-    environment: Mapping[str, str] = MappingProxyType({})
-    config: str = OURS
-
-
-@contextmanager
-def serving(
-    started: Started, shape: Shape, place: Path, patience_s: float = START_S
-) -> Generator[tuple[int, Process]]:
-    """`penstock serve`, started so, in front of an upstream, which has answered: its port."""
-    port, upstream_port = free_port(), free_port()
-    log, config = place / f"{port}.log", place / f"{port}.yaml"
-    chunks, period = str(shape.chunks or 1), str(shape.period_us)
-    upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
-    known = {"port": port, "upstream": upstream_port, "place": place, "key": KEY, "processes": 1}
-    config.write_text(started.config.format(**known))
-    more = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), **started.environment}
-    process = Process(*started.command, "serve", "-c", str(config), log=log, **more)
-    try:
-        wait_answers(place, port, process, patience_s)
-        load(place, port, shape, shape.connections)
-        yield port, process
-    finally:
-        process.end()
-        upstream.end()
-
-
-def of_tree(tree: str) -> Started:
-    """A source tree's `penstock`."""
-    kind, _, where = tree.rpartition(":")
-    python, _, path = where.rpartition("@")
-    environment = {"PYTHONPATH": python_path(Path(path).resolve(), python)}
-    config = config_of(kind or "penstock.http")
-    return Started([python or sys.executable, "-P", "-m", "penstock"], environment, config)
+def of_tree(name: str) -> Gateway:
+    """A source tree's `penstock`: [KIND:][PYTHON@]TREE."""
+    kind, _, where = name.rpartition(":")
+    python, _, tree = where.rpartition("@")
+    return Gateway(kind or "penstock.http", python, Path(tree).resolve())
 
 
 def profile(shape: Shape, requests: int, place: Path) -> pstats.Stats:
     """The profile of so many requests."""
     out = place / f"{shape.name}.prof"
-    started = Started([sys.executable, str(HERE / "profiled.py"), str(out)])
-    with serving(started, shape, place) as (port, process):
+    gateway = Gateway("penstock.http", program=("-c", PROFILED, str(out)))
+    with serving(gateway, shape, place) as (port, process):
         load(place, port, shape, requests // 4)
         os.kill(process.child.pid, signal.SIGUSR1)
         load(place, port, shape, requests)
@@ -148,14 +125,17 @@ def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
     """Of the processor, in all threads, for each request."""
     out = place / "callgrind"
     tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
-    started = of_tree(tree)
-    started = started._replace(command=[*tool, *started.command])
-    with serving(started, shape, place, PATIENCE_S) as (port, process):
-        pid = str(process.child.pid)
-        subprocess.run(["callgrind_control", "-i", "on", pid], check=True, capture_output=True)
+    with serving(of_tree(tree)._replace(tool=tool), shape, place, patience_s=PATIENCE_S) as (port, process):
+
+        def control(*order: str) -> None:
+            command = ["callgrind_control", *order, str(process.child.pid)]
+            subprocess.run(command, check=True, capture_output=True)
+
+        load(place, port, shape, shape.connections)
+        control("-i", "on")
         load(place, port, shape, requests)
-        subprocess.run(["callgrind_control", "-i", "off", pid], check=True, capture_output=True)
-        subprocess.run(["callgrind_control", "-d", pid], check=True, capture_output=True)
+        control("-i", "off")
+        control("-d")
     dumps = [path.read_text() for path in place.glob("callgrind*")]
     counts = [int(found[1]) for text in dumps for found in re.finditer(r"^totals: (\d+)", text, re.MULTILINE)]
     for path in place.glob("callgrind*"):
@@ -175,6 +155,8 @@ def in_bursts(
 
     with ExitStack() as stack:
         running = [stack.enter_context(serving(of_tree(tree), shape, place)) for tree in trees]
+        for port, _ in running:
+            load(place, port, shape, shape.connections)
         kinds = {str(number): partial(burst, *each) for number, each in enumerate(running)}
         return list(in_turns(turns, kinds).values())
 
@@ -199,7 +181,6 @@ def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[st
 
 
 def main() -> None:
-    """Measure and print."""
     parser = command_line(__doc__)
     parser.add_argument("--shapes", default="whole,paced")
     parser.add_argument("--requests", type=int, default=600)

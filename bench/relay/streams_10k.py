@@ -1,5 +1,4 @@
-"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory and CPU over
-time.
+"""Does one gateway process hold ten thousand paced streams? Errors, delay per chunk, memory, CPU, and goals.
 
     python -m bench.relay.streams_10k [--streams 10000] [--seconds 60] [--period-ms 1000] [--workers 40]
     [--answer-tokens 256] [--out FILE]
@@ -11,8 +10,8 @@ there are streams. The added time that is reported is from when the worker sent 
 it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
 followed by the next on its connection; the first ones end at random places, so that later ones begin evenly.
 (The gateway keeps the tokens of running answers, four bytes each, to be able to go on elsewhere: with answers
-that never end memory grows.) The gateway has every feature on (bench/relay/gateway.py). `make soak` runs it
-for half an hour.
+that never end memory grows.) The gateway has every feature on (`OWN` of bench/relay/gateways.py). `make soak`
+runs it for half an hour.
 """
 
 import contextlib
@@ -28,8 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.harness import command_line, write_result
-from bench.process import HERE, Process, build, free_port
-from bench.relay.peers import Shape, request_bytes, wait_answers
+from bench.process import Process, build
+from bench.relay.gateways import Gateway, Shape, request_bytes, serving
 from bench.relay.stand_in_worker import Steps
 from penstock.config.checkpoints import resolve
 from penstock.text.tokenizer import Tokenizer
@@ -127,7 +126,6 @@ def summary(lines: list[dict[str, float]], samples: list[Sample], settle_s: floa
 
 
 def main() -> None:
-    """Measure and print."""
     parser = command_line(__doc__)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--seconds", type=int, default=60)
@@ -141,26 +139,15 @@ def main() -> None:
         place = Path(name)
         build(place)
         write_steps(place / "steps", "penstock-demo-mini")
-        port, socket = free_port(), str(place / "worker.sock")
-        worker = Process(
-            sys.executable, str(HERE / "stand_in_worker.py"), socket, str(period_us), str(args.workers),
-            str(place / "steps"), str(args.streams), log=place / "w",
-        )  # fmt: skip
-        time.sleep(0.5)
-        gateway = Process(
-            sys.executable, str(HERE / "gateway.py"), socket, str(port), log=place / "g",
-            PENSTOCK_STATE_DIR=str(place / "state"),
-        )  # fmt: skip
-        try:
-            wait_answers(place, port, gateway)
-            seconds = args.seconds + args.settle
-            rounds = 2 + 2 * seconds * 1000 // args.period_ms // args.answer_tokens  # More than can end.
-            shape = Shape("streams", args.streams, args.streams * rounds, args.answer_tokens, period_us)
-            with watched(gateway) as samples:
-                lines = stream(place, port, shape, seconds)
-        finally:
-            gateway.end()
-            worker.end()
+        seconds = args.seconds + args.settle
+        rounds = 2 + 2 * seconds * 1000 // args.period_ms // args.answer_tokens  # More than can end.
+        shape = Shape("streams", args.streams, args.streams * rounds, args.answer_tokens, period_us)
+        behind = map(str, (args.workers, place / "steps", args.streams))
+        with (
+            serving(Gateway("penstock"), shape, place, worker=tuple(behind)) as (port, gateway),
+            watched(gateway) as samples,
+        ):
+            lines = stream(place, port, shape, seconds)
     names = ("streams", "workers", "period_ms", "answer_tokens")
     result = {name: vars(args)[name] for name in names} | summary(lines, samples, args.settle)
     print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))

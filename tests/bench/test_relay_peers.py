@@ -1,6 +1,6 @@
 """The relay bench's tables: medians, and ratios round by round."""
 
-from bench.relay.tables import Results, peer_table, ratio_table
+from bench.relay.peers import Results, peer_table, ratio_table
 
 
 def rounds(*cpu: float, events: float = 0.0, **more: float) -> list[dict[str, float]]:
