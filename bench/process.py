@@ -1,5 +1,5 @@
-"""A child process, a port for it and what it uses; `penstock serve` as one, and `penstock bench` at it; the C
-programs of bench/relay.
+"""A child process, a port for it, questions to it and what it uses; `penstock serve` as one, and `penstock
+bench` at it; the C programs of bench/relay.
 """
 
 import http.client
@@ -118,29 +118,25 @@ class Served(Process):
             *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
             log=place / "log", cwd=cwd or place, **where, **environment,
         )  # fmt: skip
-        self.ready_s = round(self.wait(self._is_ready), 1)
+        self.ready_s = round(self.wait(lambda: ask(self.port, "/ready")[0] == 200), 1)
         self.url = f"http://127.0.0.1:{self.port}/v1"
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
-    ) -> tuple[int, str]:
-        """Status and text of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
 
     def _ask_to_end(self) -> None:
         self.child.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
 
-    def _is_ready(self) -> bool:
-        try:
-            return self.ask("GET", "/ready")[0] == 200
-        except (OSError, http.client.HTTPException):
-            return False
+
+def ask(port: int, path: str, body: object = None, key: str = "") -> tuple[int, str]:
+    """Status and text of an answer to a GET, or to a POST of `body`; (0, why) where nobody answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    head = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    try:
+        connection.request(*(("GET", path) if body is None else ("POST", path, json.dumps(body), head)))
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except (OSError, http.client.HTTPException) as error:
+        return 0, str(error)
+    finally:
+        connection.close()
 
 
 def load_report(url: str, key: str, *flags: str, shown: bool = False) -> dict[str, Any]:
@@ -171,11 +167,15 @@ def family(pid: int) -> list[int]:
 
 def build(into: Path) -> None:
     """Compile the client and the upstream."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        sys.exit("a C compiler is needed")
+    compiler = needed("cc", "gcc")
     for name in ("load", "upstream"):
         subprocess.run([compiler, "-O2", "-o", str(into / name), str(HERE / f"{name}.c"), "-lm"], check=True)
+
+
+def needed(*programs: str) -> str:
+    """The first of them that there is; without one the bench ends and says so."""
+    found = next(filter(None, map(shutil.which, programs)), None)
+    return found or sys.exit(f"{' or '.join(programs)} is needed: install it with the system's packages")
 
 
 def free_port() -> int:

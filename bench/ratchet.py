@@ -1,4 +1,4 @@
-"""The ratchet: ratios that were reached once, measured again. A worse one fails.
+"""Are ratios that were reached once still so? Each, as recorded and now; a worse one fails.
 
     python -m bench.ratchet [--rounds 7] [--only NAME] [--update] [--json FILE]
 

@@ -1,14 +1,13 @@
-"""The benchmark of `make bench-engine`: our engine beside vLLM and llama.cpp, on the same model directories,
-in one run.
+"""How fast is our engine beside vLLM and llama.cpp on the same models? Levels, ratios and footprints.
 
     python -m bench.engine.beside_peers [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp]
         [--levels 1,8,32] [--rounds 3] [--requests N] [--skip-long] [--isa avx2] [--json FILE]
     python -m bench.engine.beside_peers --show FILE
 
-Makes two model directories with random weights of a fixed seed, then starts one server after the other, alone
-on the machine, and measures it over HTTP with the load generator of `penstock bench`. Every round measures
-every server, in turning order, so that a machine that slows down slows everybody down. docs/bench.md says how
-to read the tables. Ctrl-C ends with what was measured.
+`make bench-engine` runs it. It makes two model directories with random weights of a fixed seed, then starts
+one server after the other, alone on the machine, and measures it over HTTP with the load generator of
+`penstock bench`. Every round measures every server, in turning order, so that a machine that slows down slows
+everybody down. docs/bench.md says how to read the tables. Ctrl-C ends with what was measured.
 """
 
 import argparse
@@ -45,6 +44,7 @@ from penstock.bench.report import cpu_info
 from penstock.errors import PenstockError
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+SEED = 1
 REQUESTS = {"28m": (6, 16), "494m": (3, 6)}
 """Of each caller, and of a level at least: enough for steady figures, fewer of the slow model."""
 BROKEN = (PenstockError, RuntimeError, TimeoutError, IndexError)
@@ -67,21 +67,17 @@ def parse_arguments() -> argparse.Namespace:
         "--isa", choices=("avx2",), default="",
         help="hold ours and llama.cpp to it on a processor that has more (install_llama_cpp.sh avx2)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE", help="measure nothing: the tables of such a file"
-    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only the tables of such a file")
     args = parser.parse_args()
     args.levels = [int(part) for part in args.levels or (("1", "8") if args.quick else ("1", "8", "32"))]
     args.rounds = args.rounds or (1 if args.quick else 3)
-    if unknown := [name for name in args.models if name not in SHAPES]:
-        parser.error(f"--models: no such model: {', '.join(unknown)} (there are {', '.join(SHAPES)})")
+    args.variants = [replace(one, isa=args.isa) for one in chosen(args.engines, quick=args.quick)]
+    known = sorted({one.engine for one in VARIANTS} | {one.asked_as for one in VARIANTS})
+    for flag, asked, there in (("models", args.models, SHAPES), ("engines", args.engines, known)):
+        if unknown := [name for name in asked if name not in there]:
+            parser.error(f"--{flag}: none is called {', '.join(unknown)} (there are {', '.join(there)})")
     if not all(0 < callers <= STREAMS_MAX for callers in args.levels):
         parser.error(f"--levels are from 1 to {STREAMS_MAX}")
-    args.variants = [replace(one, isa=args.isa) for one in chosen(args.engines, quick=args.quick)]
-    if not args.variants:
-        known = sorted({one.engine for one in VARIANTS} | {one.asked_as for one in VARIANTS})
-        parser.error(f"--engines: none is called {', '.join(args.engines)} (there are {', '.join(known)})")
     return args
 
 
@@ -115,9 +111,9 @@ def levels_of(model: str, args: argparse.Namespace) -> dict[int, int]:
     return {callers: args.requests or max(least, each * callers) for callers in args.levels}
 
 
-async def beside_long_prompts(url: str, model: str, seed: int) -> tuple[Figures, list[str]]:
+async def beside_long_prompts(url: str, model: str) -> tuple[Figures, list[str]]:
     """A shared prefix and the arrival of a long prompt; the failure of one does not lose the other."""
-    streams, figures, troubles = Streams(url, model, seed), Figures(), list[str]()
+    streams, figures, troubles = Streams(url, model, SEED), Figures(), list[str]()
     try:
         for job in (streams.prefix, streams.arrival):
             try:
@@ -133,7 +129,7 @@ def one_run(variant: Variant, folder: Path, number: int, args: argparse.Namespac
     """Start, measure, stop. None if the server did not start or broke; the others go on."""
     port, read_s, model = free_port(), reading_s(folder), folder.name
     log, url = (
-        OUT / f"engine-bench-{variant.engine}-{variant.precision}-{model}.log",
+        OUT / f"engine-bench-{variant.name}-{model}.log".replace(" ", "-"),
         f"http://127.0.0.1:{port}/v1",
     )
     figures, errors, troubles = Figures(), dict[str, int](), list[str]()
@@ -142,14 +138,14 @@ def one_run(variant: Variant, folder: Path, number: int, args: argparse.Namespac
             figures |= {READY: ready_s, LOADED: ready_s - read_s}
             for callers, requests in levels_of(model, args).items():
                 try:
-                    found, failed = level(url, callers, requests, args.seed)
+                    found, failed = level(url, callers, requests, SEED)
                 except BROKEN as error:
                     troubles.append(f"c={callers}: {error!r}")
                     continue
                 figures |= found
                 errors |= failed
             if not args.skip_long:
-                found, failures = uvloop.run(beside_long_prompts(url, model, args.seed))
+                found, failures = uvloop.run(beside_long_prompts(url, model))
                 figures |= found
                 troubles += failures
             figures[MEMORY] = process.rss_mb() / 1e3

@@ -1,5 +1,7 @@
-"""Native kernels: a layer's product and the draw of a token beside torch's, attention over int8 KV beside
-bfloat16; and with `ggml` products beside llama.cpp's own.
+"""What do our kernels take beside torch's and llama.cpp's? Microseconds of CPU by case, and ratios.
+
+A layer's product and the draw of a token beside torch's, attention over int8 KV beside bfloat16; and with
+`ggml` products beside llama.cpp's own.
 
     python -m bench.engine.kernels [product] [draw] [attention] [--rounds 15] [--all-shapes] [--json FILE]
     bench/peers/install_llama_cpp.sh avx2
@@ -14,6 +16,7 @@ and ggml's over ours: how many times less time ours takes.
 import itertools
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -25,7 +28,7 @@ import torch.nn.functional as F
 from native_ops import Rows, linear, linear_job, paged_attention
 
 from bench.harness import OUT, REPOSITORY, Spread, command_line, in_turns, ratios, rounds_table, write_result
-from bench.peers.engines import LLAMA_CPP
+from bench.peers.engines import LLAMA_CPP, Variant, missing
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import LayerCache
@@ -102,6 +105,8 @@ def product(kernels: NativeLibrary, shape: tuple[int, int], rows: int) -> Kinds:
 @cache
 def build_ggml(isa: str) -> Path:
     """Compile ggml's side against the libraries that the installation keeps."""
+    if why := missing(Variant("llama.cpp", "f16", isa)):
+        sys.exit(f"llama.cpp: {why}")
     home, program = LLAMA_CPP[isa].parent, OUT / f"ggml_products{isa}"
     libraries = [str(home / "lib" / f"lib{name}.a") for name in ("ggml", "ggml-cpu", "ggml-base")]
     source = str(REPOSITORY / "bench" / "peers" / "ggml_products.cpp")

@@ -6,9 +6,8 @@
 to a bare Python loop over the same rows that does nothing but append one token to each array.
 """
 
-import statistics
 from array import array
-from collections.abc import Callable
+from statistics import median
 
 from bench.harness import Spread, command_line, in_turns, ratio, rounds_table, write_result
 from penstock import rng
@@ -16,7 +15,7 @@ from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.schedule.batch import BatchLimits
-from penstock.schedule.plan import Sampled, StepPlan, StepResult
+from penstock.schedule.plan import Sampled, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
@@ -42,12 +41,7 @@ def make_scheduler(rows: int, steps: int) -> Scheduler:
     return scheduler
 
 
-def answer(plan: StepPlan) -> StepResult:
-    """A result for the plan: the same token for everyone."""
-    return StepResult(plan.step, tuple(Sampled(work.row, 7) for work in plan.work if work.samples))
-
-
-def time_rows(rows: int, steps: int = 300) -> list[int]:
+def time_rows(rows: int, steps: int) -> list[int]:
     """Nanoseconds in `schedule` and `apply`, of each of `steps` steps in which every row decodes."""
     scheduler, took = make_scheduler(rows, steps), list[int]()
     while len(took) < steps:
@@ -55,7 +49,7 @@ def time_rows(rows: int, steps: int = 300) -> list[int]:
         plan = scheduler.schedule()
         planned_ns = CLOCK.now_ns() - start
         assert plan is not None
-        result = answer(plan)
+        result = StepResult(plan.step, tuple(Sampled(work.row, 7) for work in plan.work if work.samples))
         start = CLOCK.now_ns()
         scheduler.apply(result)
         applied_ns = CLOCK.now_ns() - start
@@ -64,7 +58,7 @@ def time_rows(rows: int, steps: int = 300) -> list[int]:
     return took
 
 
-def bare_ns(rows: int, steps: int) -> float:
+def time_bare(rows: int, steps: int) -> list[int]:
     """The baseline: append one token to each of `rows` arrays."""
     arrays, took = [array("i") for _ in range(rows)], list[int]()
     for _ in range(steps):
@@ -72,16 +66,16 @@ def bare_ns(rows: int, steps: int) -> float:
         for tokens in arrays:
             tokens.append(7)
         took.append(CLOCK.now_ns() - start)
-    return statistics.median(took)
+    return took
 
 
 def times(rounds: int, rows: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of the bare loop and of a step, a median each round."""
-    kinds: dict[str, Callable[[], float]] = {
-        "bare loop": lambda: bare_ns(rows, steps) / NS_PER_MS,
-        "step": lambda: statistics.median(time_rows(rows, steps)) / NS_PER_MS,
-    }
-    return in_turns(rounds, kinds)
+    kinds = {"bare loop": time_bare, "step": time_rows}
+    return in_turns(
+        rounds,
+        {name: lambda each=each: median(each(rows, steps)) / NS_PER_MS for name, each in kinds.items()},
+    )
 
 
 def measure(rounds: int) -> dict[str, Spread]:

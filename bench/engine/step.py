@@ -1,14 +1,13 @@
-"""A decoder step, native beside torch, in turns, and with `--parts` where the native one goes.
+"""How long does a decoder's step take, ours beside torch? Milliseconds by rows, and ratios.
 
     python -m bench.engine.step [--model 28m|0.5B|demo|gemma3|moe] [--rows 1 8 32] [--threads 2] [--parts]
         [--context 128] [--sides torch bf16 int8 int4] [--cpu-time] [--rounds 20] [--json FILE]
 
-Random weights; every row has `--context` tokens behind it. torch computes in the type that
-`engine.dtype: auto` takes here, `torch-bf16` as with `engine.dtype: bfloat16`, `torch-narrow` so too, but
-multiplies in bfloat16 even where the processor has no instruction for it; ratios are torch's time over a
-side's (above 1: it is faster).
-`PENSTOCK_NATIVE_ISA=avx2` holds ours to less, `--cpu-time` counts the calling thread's processor time (with
-`--threads 1`, on a busy machine).
+With `--parts` also where ours goes. Random weights; every row has `--context` tokens behind it. torch
+computes in the type that `engine.dtype: auto` takes here, `torch-bf16` as with `engine.dtype: bfloat16`,
+`torch-narrow` so too, but multiplies in bfloat16 even where the processor has no instruction for it; ratios
+are torch's time over a side's (above 1: it is faster). `PENSTOCK_NATIVE_ISA=avx2` holds ours to less,
+`--cpu-time` counts the calling thread's processor time (with `--threads 1`, on a busy machine).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Every kernel against its twin, and how near attention and drawing come to the device's ceilings as measured
+"""Every kernel against its twin, and how near attention comes to the device's ceilings as measured
 here. How long products with quantized weights take is a model's: `models`.
 """
 
@@ -352,13 +352,10 @@ QUANTIZED: dict[str, Work] = {
 }  # fmt: skip
 Figure = Callable[[], tuple[float, float, float]]
 """(seconds, bytes that must move, operations) of one call."""
-SAMPLED = {"greedy": (0.0, 1.0), "plain": (0.8, 1.0), "top-p": (0.8, 0.95)}
-"""Temperature and top-p. The logits are normal with a deviation of 3: the nucleus is thousands of tokens, a
-hard case."""
 
 
 def figures_of(bench: Bench, ops: Ops) -> dict[str, Figure]:
-    """Attention and drawing of an 8B model's shape; products are the library's, and are in `ceilings`."""
+    """Attention of an 8B model's shape; products are the library's, and are in `ceilings`."""
     spec, context = shape("llama-3-8b", tiny=bench.tiny), 40 if bench.tiny else 1024
     batches, chunks = ((1, 3), (32,)) if bench.tiny else ((1, 8, 64, 256), (2048, 8192))
     rows = {f"decode {batch}": [(context, 1)] * batch for batch in batches}
@@ -366,14 +363,9 @@ def figures_of(bench: Bench, ops: Ops) -> dict[str, Figure]:
     figures: dict[str, Figure] = {
         f"attend {name}": partial(attend, bench, ops, spec, each) for name, each in rows.items()
     }
-    figures |= {
+    return figures | {
         f"attend {name}, FP8": partial(attend, bench, ops, spec, each, float8=True)
         for name, each in rows.items()
-    }
-    return figures | {
-        f"sample {how} {batch}": partial(sample, bench, ops, spec, how, batch)
-        for how in SAMPLED
-        for batch in batches
     }
 
 
@@ -428,15 +420,3 @@ def flashinfer(bench: Bench, ops: Ops) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 An optional part: whatever it is, it is a finding.
         return {"left_out": f"{type(error).__name__}: {error}"[:500]}
     return found
-
-
-def sample(bench: Bench, ops: Ops, spec: DecoderSpec, how: str, batch: int) -> tuple[float, float, float]:
-    one = case(bench, spec, [(5, 1)] * batch)
-    one.begin(ops)
-    temperature, top_p = SAMPLED[how]
-    one.step.state.temperature.fill_(temperature)
-    one.step.state.top_p.fill_(top_p)
-    logits = 3 * random(bench, batch, spec.vocab_size, seed=9).float()
-    drawn = Drawn.allocate(batch, bench.device)
-    seconds = bench.seconds(lambda: ops.sample(logits, one.step, drawn), calls=3)
-    return seconds, 4.0 * batch * spec.vocab_size, 0.0

@@ -1,6 +1,6 @@
-"""Runs the sections one after another, each in a process and a time limit of its own, and merges what they
-wrote.
+"""What can one GPU tell? Checks, kernels, models and serving, section by section, in one JSON.
 
+Sections run one after another, each in a process and a time limit of its own; what they wrote is merged.
 A section that fails, hangs or breaks the device is an error text in the JSON; the others go on. A section
 writes what it has found whenever it has found something, so one that is stopped leaves the rest of its
 figures.
@@ -49,7 +49,7 @@ SECTIONS = {
     "llama-3-8b fp8 in blocks": Section(50, "models.run", ("llama-3-8b", "fp8-block")),
     "llama-3-8b int4 + fp8 KV": Section(50, "models.run", ("llama-3-8b", "int4", "fp8")),
     "qwen3-14b": Section(60, "models.run", ("qwen3-14b",)),
-    "throughput": Section(40, "throughput.run"),
+    "throughput": Section(60, "throughput.run"),
     "serving": Section(150, "serving.run"),
 }
 

@@ -14,7 +14,7 @@ from word_vocabulary import make_vocabulary, save_tokenizer
 
 from bench.gpu.common import Bench, Report, config_of
 from bench.harness import REPOSITORY
-from bench.process import Served, load_report
+from bench.process import Served, ask, load_report
 
 DEMO = REPOSITORY / "models" / "penstock-demo-mini"
 KEY = "sk-of-the-gpu-bench-0123456789"
@@ -45,7 +45,7 @@ def answers(bench: Bench) -> dict[str, Any]:
     texts: list[list[str]] = []
     for device in devices:
         with served({"models": [{"path": str(DEMO), "engine": {"device": device}}]}) as server:
-            texts.append([ask(server, question) for question in QUESTIONS])
+            texts.append([answer(server, question) for question in QUESTIONS])
     equal = sum(one == other for one, other in zip(*texts, strict=True))
     return {"equal": equal, "differ": [pair for pair in zip(*texts, strict=True) if pair[0] != pair[1]]}
 
@@ -60,10 +60,10 @@ def served(settings: dict[str, Any]) -> Iterator[Served]:
         yield server
 
 
-def ask(server: Served, question: str) -> str:
+def answer(server: Served, question: str) -> str:
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
     body["model"] = DEMO.name
-    _, text = server.ask("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+    _, text = ask(server.port, "/v1/chat/completions", body, KEY)
     return json.loads(text)["choices"][0]["message"]["content"]
 
 

@@ -3,7 +3,6 @@ settings.
 """
 
 import contextlib
-import http.client
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness import OUT
-from bench.process import START_S, Process
+from bench.process import Process, ask
 
 PEERS = OUT / "peers"
 VLLM = PEERS / "vllm" / "bin"
@@ -207,23 +206,8 @@ def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[tuple[
     for path, text in launch.files.items():
         path.write_text(text, encoding="utf-8")
     log.unlink(missing_ok=True)
-    # Everybody keeps compiled modules, as an installed server does.
-    process = Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment)
-    try:
-        yield process, process.wait(lambda: _answers(port, model))
-    finally:
-        process.end()
-
-
-def _answers(port: int, model: str) -> bool:
-    """Whether the server generates: a health page alone may come before the first token is possible."""
+    # A health page may answer before the first token is possible.
     body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
-    head = {"content-type": "application/json"}
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), head)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    # Everybody keeps compiled modules, as an installed server does.
+    with Process(*launch.command, log=log, PYTHONDONTWRITEBYTECODE="", **launch.environment) as process:
+        yield process, process.wait(lambda: ask(port, "/v1/chat/completions", body)[0] == 200)

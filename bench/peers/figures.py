@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from bench.harness import Spread, short, spread, table
+from bench.harness import Spread, shown, spread, table
 from bench.peers.engines import VARIANTS
 
 LEVEL = ("tok/s", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
@@ -62,17 +62,21 @@ def tables(runs: Sequence[Run]) -> str:
     for model in dict.fromkeys(run.model for run in runs):
         names = {name for run in runs if run.model == model for name in run.figures}
         known = {run.variant for run in runs if run.model == model}
-        shown = [variant.name for variant in VARIANTS if variant.name in known]
+        variants = [variant.name for variant in VARIANTS if variant.name in known]
         for callers in sorted({int(name[2:].split(" ")[0]) for name in names if name.startswith("c=")}):
             figures = [f"c={callers} {name}" for name in LEVEL]
             parts.append(
                 _table(
-                    runs, model, shown, f"{model}, {callers} at once", dict(zip(figures, LEVEL, strict=True))
+                    runs,
+                    model,
+                    variants,
+                    f"{model}, {callers} at once",
+                    dict(zip(figures, LEVEL, strict=True)),
                 )
             )
-            parts.append(_ratios(runs, model, shown, callers))
+            parts.append(_ratios(runs, model, variants, callers))
         footprint = {name: name for name in FOOTPRINT if name in names}
-        parts.append(_table(runs, model, shown, f"{model}, times in ms", footprint))
+        parts.append(_table(runs, model, variants, f"{model}, times in ms", footprint))
     return "\n\n".join(filter(None, parts))
 
 
@@ -80,12 +84,10 @@ def _table(
     runs: Sequence[Run], model: str, variants: Iterable[str], title: str, figures: Mapping[str, str]
 ) -> str:
     """Figures under their shown names."""
-
-    def cell(variant: str, figure: str) -> str:
-        found = values(runs, model, variant, figure).values()
-        return str(spread(found)) if len(found) > 1 else "".join(map(short, found))
-
-    rows = [(each, *(cell(each, figure) for figure in figures)) for each in variants]
+    rows = [
+        (each, *(shown([*values(runs, model, each, figure).values()]) for figure in figures))
+        for each in variants
+    ]
     return table((title, *figures.values()), rows)
 
 

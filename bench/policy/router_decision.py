@@ -14,7 +14,7 @@ from random import Random
 from statistics import median
 from time import process_time_ns
 
-from bench.harness import Spread, command_line, cpu_us, in_turns, ratio, spread, table, write_result
+from bench.harness import Spread, command_line, cpu_us, in_turns, ratios, rounds_table, write_result
 from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored
@@ -146,7 +146,7 @@ def placing(policy: str, num_workers: int, seconds: float) -> Callable[[], Figur
     def measured() -> Figures:
         each.decisions.clear()
         request = for_seconds(seconds, place)
-        return {"decision": median(each.decisions) / 1000, "request": request}
+        return {"request": request, "decision": median(each.decisions) / 1000}
 
     return measured
 
@@ -187,38 +187,34 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
 
 
 def measure_all(rounds: int, seconds: float, workers: Sequence[int]) -> dict[str, dict[str, list[float]]]:
-    """By what is decided and the number of workers: the figures of each round."""
+    """By number of workers and what is decided: each round's figures, of all that placing at the least loaded
+    costs a request first.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for num_workers in workers:
-        kinds: dict[str, Callable[[], Figures]] = {
-            policy: placing(policy, num_workers, seconds) for policy in ("least_loaded", "ttft", "weighted")
-        }
+        kinds = {name: placing(name, num_workers, seconds) for name in ("least_loaded", "ttft", "weighted")}
         kinds["admission"] = admitting(num_workers, seconds)
-        for name, each in in_turns(rounds, kinds).items():
-            found[f"{name}, {num_workers}"] = {figure: [row[figure] for row in each] for figure in each[0]}
+        found[f"{num_workers} workers"] = {
+            f"{name}, a {figure}": [row[figure] for row in each]
+            for name, each in in_turns(rounds, kinds).items()
+            for figure in each[0]
+        }
     return found
 
 
 def measure(rounds: int) -> dict[str, Spread]:
     """For bench/ratchet.py: ratios to all that placing at the least loaded costs a request."""
-    found = measure_all(rounds, 0.3, (64,))
-    base = found["least_loaded, 64"]["request"]
-    return {name: ratio(found[f"{name}, 64"]["decision"], base) for name in ("ttft", "admission")}
+    over = ratios(measure_all(rounds, 0.3, (64,)))
+    return {name: over[f"64 workers, {name}, a decision"] for name in ("ttft", "admission")}
 
 
 def main() -> None:
-    """Print CPU per decision."""
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of CPU for each figure of a round")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 64, 1000])
     args = parser.parse_args()
     found = measure_all(args.rounds, args.seconds, args.workers)
-    rows: list[tuple[object, ...]] = []
-    for name, each in found.items():
-        base = found[f"least_loaded, {name.rpartition(' ')[2]}"]["request"]
-        whole = spread(each["request"]) if "request" in each else ""
-        rows.append((name, spread(each["decision"]), whole, ratio(each["decision"], base)))
-    print(table(("what, workers", "decision, us", "request, us", "decision / least loaded's request"), rows))
+    print(rounds_table("", "us of CPU", found))
     write_result(args.json, {"cpu_us": found})
 
 

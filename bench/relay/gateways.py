@@ -155,18 +155,6 @@ class Gateway(NamedTuple):
         return cls(kind, python)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one gateway is to run."""
-
-    port: int
-    upstream: int
-    """Port of the OpenAI endpoint behind it."""
-    directory: Path
-    """For its configuration."""
-    venv: Path = VENV
-
-
 def python_path(tree: Path, python: str = "") -> str:
     """PYTHONPATH for a source tree under this Python: another build of this version borrows our packages, one
     of another version has its own.
@@ -177,16 +165,17 @@ def python_path(tree: Path, python: str = "") -> str:
     return f"{tree}:{sysconfig.get_paths()['purelib']}" if borrows else str(tree)
 
 
-def command_of(gateway: Gateway, place: Place) -> list[str]:
-    """How to start a gateway on `place.port`; its configuration is written now.
+def command_of(gateway: Gateway, directory: Path, venv: Path, port: int, upstream: int) -> list[str]:
+    """How to start a gateway on `port` in front of an OpenAI endpoint at port `upstream`. Its
+    configuration is written into the directory.
 
     Raises:
         RuntimeError: it is not installed.
     """
-    kind, file = gateway.kind, place.directory / f"{gateway.kind}-{place.port}.yaml"
+    kind, file = gateway.kind, directory / f"{gateway.kind}-{port}.yaml"
     known = {
-        "port": place.port, "upstream": place.upstream, "place": place.directory, "venv": place.venv,
-        "worker": place.directory / WORKER, "config": file, "key": KEY, "processes": PROCESSES.get(kind),
+        "port": port, "upstream": upstream, "place": directory, "venv": venv, "worker": directory / WORKER,
+        "config": file, "key": KEY, "processes": PROCESSES.get(kind),
     }  # fmt: skip
     if kind in OTHERS:
         words, config = OTHERS[kind]
@@ -200,7 +189,7 @@ def command_of(gateway: Gateway, place: Place) -> list[str]:
         record = ApiKey(
             id=KEY[3:15], hash=digest_of(KEY.encode()).hex(), tenant="bench", tier="limited", created_s=1
         )
-        edit_keys(place.directory / "keys", lambda _: ([record], None))
+        edit_keys(directory / "keys", lambda _: ([record], None))
     else:
         sys.exit(f"no gateway is called {kind}: there are {', '.join([*PROCESSES, *OTHERS])}")
     file.write_text(config.format(**known))
@@ -305,7 +294,6 @@ def serving(
     """
     upstream = free_port()
     port = upstream if gateway.kind == "upstream" else free_port()
-    place = Place(port=port, upstream=upstream, directory=directory, venv=venv)
     log, behind = directory / f"{port}.log", [directory / "upstream", upstream, shape.chunks or 1]
     if gateway.kind == "penstock":
         behind = [sys.executable, HERE / "stand_in_worker.py", directory / WORKER]
@@ -314,7 +302,7 @@ def serving(
         if gateway.kind != "upstream":
             time.sleep(0.3)  # Some look for it once, when they start.
             state = str(directory / f"state-{port}")  # Of its own: the one before has filled its ledger.
-            command = command_of(gateway, place)
+            command = command_of(gateway, directory, venv, port, upstream)
             process = stack.enter_context(Process(*command, log=log, PENSTOCK_STATE_DIR=state))
         wait_answers(directory, port, process, patience_s)
         yield port, process

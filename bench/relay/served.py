@@ -3,39 +3,19 @@
     python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [--overload 1,2,5,20]
         [--json FILE] [-- MODEL --serve-flags]
 
-`make bench` runs it: `penstock serve` on a free port, `penstock bench` at it, and at an endpoint that
-computes nothing (to show how far the load generator is from being the bottleneck). With `--overload` requests
+`make bench` runs it: `penstock serve` on a free port, and `penstock bench` at it. With `--overload` requests
 come at so many times the rate that the closed loop got at most, whether or not others have ended: goodput is
 to hold, though most are refused. JSON goes to bench/out/.
 """
 
-import contextlib
 import json
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from bench.harness import OUT, REPOSITORY, command_line, table
+from bench.harness import OUT, command_line, table
 from bench.process import SERVE, Served, load_report
 from penstock import rng
-
-STOP_TIMEOUT_S = 60
-
-
-@contextlib.contextmanager
-def scripted() -> Iterator[str]:
-    """An endpoint that only plays a script."""
-    command = [sys.executable, str(REPOSITORY / "tests" / "doubles" / "scripted_endpoint.py")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_TIMEOUT_S)
 
 
 def overload_table(levels: list[dict]) -> str:
@@ -69,20 +49,11 @@ def main() -> int:
         for times in filter(None, args.overload.split(",")):
             rate = ("--rate", f"{float(times) * capacity:.3f}", "--seed", args.seed)
             report["overload"] += load_report(served.url, key, *rate, *until)["levels"]
-    with scripted() as url:
-        alone = ("--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed)
-        client = load_report(url, "", *alone)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     if report["overload"]:
         print(overload_table(report["overload"]))
-    reached, busiest = (
-        max(level["output_tokens_per_s"] for level in each["levels"]) for each in (client, report)
-    )
-    print(
-        f"ready after {served.ready_s} s; the load generator alone reaches {reached:,.0f} tok/s, "
-        f"{reached / max(busiest, 1e-9):,.0f} times what was measured here\nJSON: {path}"
-    )
+    print(f"ready after {served.ready_s} s; JSON: {path}")
     return 0
 
 

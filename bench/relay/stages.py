@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.harness import command_line, in_turns, table, write_result
-from bench.process import Process, build
+from bench.process import Process, build, needed
 from bench.relay.gateways import SHAPES, Gateway, Shape, load, serving
 
 PATIENCE_S = 400.0
@@ -124,7 +124,7 @@ def stages_of(stats: pstats.Stats, requests: int) -> dict[str, float]:
 def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
     """Of the processor, in all threads, for each request."""
     out = place / "callgrind"
-    tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
+    tool = (needed("valgrind"), "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
     with serving(of_tree(tree)._replace(tool=tool), shape, place, patience_s=PATIENCE_S) as (port, process):
 
         def control(*order: str) -> None:

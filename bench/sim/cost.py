@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.harness import command_line, commit, in_turns, ratio, table, write_result
+from bench.process import needed
 
 CHILD = '''
 import cProfile, io, json, pstats, sys, time
@@ -77,7 +78,7 @@ def calls(tree: Path, first: float, last: float) -> tuple[int, dict[str, int]]:
 
 
 def instructions(tree: Path, first: float, last: float) -> int:
-    tool = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
+    tool = (needed("valgrind"), "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
     counted: list[int] = []
     for until in (first, last):
         found = re.search(r"I +refs: +([\d,]+)", child(tree, "once", first, until, *tool).stderr)
@@ -91,7 +92,6 @@ def cpu_s(tree: Path, first: float, last: float) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = command_line(__doc__, rounds=7)
     parser.add_argument("--seconds", type=float, default=120.0, help="simulated")
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes for each tree")
@@ -99,18 +99,17 @@ def main() -> None:
     args = parser.parse_args()
     span = args.seconds / 10, args.seconds
     reported: dict[str, dict[str, object]] = {}
-    for index, tree in enumerate(args.tree):
+    trees = {f"tree {index}": tree for index, tree in enumerate(args.tree)}
+    for name, tree in trees.items():
         requests, found = calls(tree, *span)
-        each: dict[str, object] = {
-            "commit": commit(tree), "requests": requests, "calls": sum(found.values()), "by_package": found,
-        }  # fmt: skip
+        reported[name] = {"commit": commit(tree), "requests": requests, "calls": sum(found.values())}
+        reported[name]["by_package"] = found
         if args.instructions:
-            each["instructions"] = instructions(tree, *span)
-        reported[f"tree {index}"] = each
-        print(f"tree {index}: {each}", flush=True)
-    kinds = {f"tree {index}": partial(cpu_s, tree, *span) for index, tree in enumerate(args.tree)}
+            reported[name]["instructions"] = instructions(tree, *span)
+        print(f"{name}: {reported[name]}", flush=True)
+    kinds = {name: partial(cpu_s, tree, *span) for name, tree in trees.items()}
     rounds = in_turns(args.rounds, kinds, warm_up=False)
-    last = rounds[f"tree {len(args.tree) - 1}"]
+    last = rounds[[*trees][-1]]
     if args.rounds:
         print(table(("", "CPU over the last"), [(name, ratio(each, last)) for name, each in rounds.items()]))
     write_result(args.json, {"seconds": args.seconds, "trees": reported, "cpu_s": rounds})

@@ -17,7 +17,6 @@ Each is of the mean over the seeds, per scenario. An improvement by more than th
 record it. Exit status 1: worse than the baseline, or a scenario's own criterion fails.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bench.harness import command_line, write_result
 from penstock.sim.report.compare import numbers
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import run_scenario
@@ -171,9 +171,7 @@ def read_baseline(path: Path = BASELINE) -> Baseline:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="N seeds, criteria only")
@@ -183,6 +181,7 @@ def main() -> int:
     names = args.scenario or (QUICK if args.quick else GATED)
     seeds = range(1, args.seeds + 1) if args.seeds else SEEDS[:1] if args.quick else SEEDS
     now, failed = measure(names, seeds, Knobs(), jobs=args.jobs)
+    write_result(args.json, {"seeds": now.seeds, "measured": now.measured, "failed": failed})
     if args.seeds:
         return _verdict(failed, [], [])
     if args.update:

@@ -1,8 +1,11 @@
 """Scripts of bench/ that a page, a target or a script names are there, and so is what the ratchet holds."""
 
+import ast
 import json
 import re
 from pathlib import Path
+
+import pytest
 
 from bench.harness import Spread
 from bench.ratchet import QUESTIONS, RECORD
@@ -41,6 +44,21 @@ def test_each_part_has_a_folder_that_is_described() -> None:
         "process.py",
         "ratchet.py",
     }
+
+
+SCRIPTS = [
+    path
+    for path in sorted([*(ROOT / "bench").glob("*.py"), *(ROOT / "bench").glob("*/*.py")])
+    if "if __name__ ==" in path.read_text() and path.name != "stand_in_worker.py"
+]
+"""Those that are run by hand."""
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_in_its_first_line_what_it_asks_and_how_it_answers(path: Path) -> None:
+    """What `--help` begins with."""
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    assert re.fullmatch(r"[A-Z].*\? [A-Z`].*\.", first), first
 
 
 def test_the_recorded_ratios_are_read_and_name_questions() -> None:

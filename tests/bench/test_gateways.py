@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench.harness import REPOSITORY
-from bench.relay.gateways import PROCESSES, Gateway, Place, command_of
+from bench.relay.gateways import PROCESSES, Gateway, command_of
 from penstock.config.load import load_config
 
 
-def place(directory: Path) -> Place:
-    return Place(port=1, upstream=2, venv=directory, directory=directory)
+def started(gateway: Gateway, directory: Path) -> list[str]:
+    return command_of(gateway, directory, directory, port=1, upstream=2)
 
 
 def python_of(version: str, directory: Path) -> Path:
@@ -27,25 +27,23 @@ def python_of(version: str, directory: Path) -> Path:
 def test_a_path_of_python_may_have_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = python_of(f"3 {sys.version_info.minor}", tmp_path)
-    command = command_of(Gateway.named(f"penstock.http.bare@{python}"), place(tmp_path))
+    command = started(Gateway.named(f"penstock.http.bare@{python}"), tmp_path)
     assert command[2] == str(python)
     assert command[1] == f"PYTHONPATH={REPOSITORY}:{sysconfig.get_paths()['purelib']}"
 
 
 def test_a_python_of_another_version_has_packages_of_its_own(tmp_path: Path) -> None:
     python = python_of("3 99", tmp_path)
-    assert (
-        command_of(Gateway.named(f"penstock.http@{python}"), place(tmp_path))[1] == f"PYTHONPATH={REPOSITORY}"
-    )
+    assert started(Gateway.named(f"penstock.http@{python}"), tmp_path)[1] == f"PYTHONPATH={REPOSITORY}"
 
 
 @pytest.mark.parametrize("kind", sorted(PROCESSES))
 def test_what_ours_are_configured_with_is_read(kind: str, tmp_path: Path) -> None:
-    command = command_of(Gateway(kind), place(tmp_path))
+    command = started(Gateway(kind), tmp_path)
     config = load_config(Path(command[-1]))
     assert len(config.models[0].workers) == 1
 
 
 def test_a_peer_that_is_not_there_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"run bench/relay/install_peers\.sh"):
-        command_of(Gateway("smg"), place(tmp_path))
+        started(Gateway("smg"), tmp_path)
