@@ -2,24 +2,14 @@
 scheduler and runner.
 """
 
-from queue import SimpleQueue
+from array import array
 
-from engine_driver import Driver
-
-from bench.gpu.common import CLOCK, Bench, Report, build, seconds_of, shape
+from bench.gpu.common import CLOCK, Bench, Report, build, shape
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.core import StepRunner, build_core
+from penstock.engine.core import EngineCore, build_core
+from penstock.protocol.worker import Submit
 from penstock.rng import stream
-from penstock.types import SamplingParams
-
-
-class Asked(Driver):
-    """An engine around a runner that is there already."""
-
-    def __init__(self, runner: StepRunner, **settings: object) -> None:
-        settings = {"dtype": "float32", "prefix_cache": False, **settings}
-        self.core = build_core(runner, EngineSettings(**settings), b"k" * 32, CLOCK)
-        self._asked, self._mail = 0, SimpleQueue()
+from penstock.types import RequestId, SamplingParams
 
 
 def run(bench: Bench, report: Report) -> None:
@@ -31,27 +21,38 @@ def run(bench: Bench, report: Report) -> None:
     }  # fmt: skip
     runner, start_up_s = build(bench, shape("qwen3-0.6b", tiny=bench.tiny), **settings)
     report.put("start_up_s", start_up_s)
-    engine, random = Asked(runner, **settings), stream(0, "throughput")
-
-    def serve(sizes: list[tuple[int, int]]) -> float:
-        """Seconds from submitting all at once to the end of the last."""
-        prompts = [[random.randrange(runner.info.vocab_size) for _ in range(length)] for length, _ in sizes]
-        how = [SamplingParams(temperature=0.6, seed=i, max_tokens=out) for i, (_, out) in enumerate(sizes)]
-        answers, took_s = seconds_of(lambda: engine.ask(prompts, how))
-        assert [len(each.token_ids) for each in answers] == [out for _, out in sizes], answers
-        return took_s
-
-    serve([(8, 4)] * min(count, 8))  # Code that is compiled or captured at first use.
+    core = build_core(runner, EngineSettings(**settings), b"k" * 32, CLOCK)
+    random = stream(0, "throughput")
+    vocab_size = runner.info.vocab_size
     asked = [(random.randint(shortest, longest), random.randint(shortest, longest)) for _ in range(count)]
-    before, tokens = engine.core.stats(), sum(out for _, out in asked)
-    took_s, stats = serve(asked), engine.core.stats()
-    steps = stats.step - before.step
+    serve(core, [(8, 4)] * min(count, 8), vocab_size)  # Code that is compiled or captured at first use.
+    start_ns = CLOCK.now_ns()
+    tokens, steps = serve(core, asked, vocab_size)
+    seconds = (CLOCK.now_ns() - start_ns) / 1e9
+    assert tokens == sum(out for _, out in asked), (tokens, asked)
+    stats = core.stats()
     figures = {
-        "requests": count, "output_tokens": tokens, "wall_s": round(took_s, 3),
-        "output_tokens_per_s": round(tokens / took_s, 1), "steps": steps,
-        "host_ms_per_step": round((stats.host_ns - before.host_ns) / 1e6 / max(steps, 1), 4),
+        "requests": count, "output_tokens": tokens, "wall_s": round(seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 1), "steps": steps,
+        "host_ms_per_step": round(stats.host_ns / 1e6 / max(stats.step, 1), 4),
         "graph_replays": runner.graphs.replays, "preemptions": stats.preemptions,
     }  # fmt: skip
     for name, value in figures.items():
         report.put(name, value)
-    report.put("summary", f"{tokens / took_s:.0f} tok/s")
+    report.put("summary", f"{tokens / seconds:.0f} tok/s")
+
+
+def serve(core: EngineCore, asked: list[tuple[int, int]], vocab_size: int) -> tuple[int, int]:
+    """Submit all at once and run to the end: (tokens that came out, calls of `step`)."""
+    random = stream(1, "prompts")
+    for index, (length, out) in enumerate(asked):
+        prompt = array("i", [random.randrange(vocab_size) for _ in range(length)]).tobytes()
+        how = SamplingParams(temperature=0.6, seed=index, max_tokens=out)
+        core.submit(0, Submit(request_id=RequestId(f"{len(asked)}-{index}"), prompt=prompt, sampling=how), 0)
+    tokens = steps = 0
+    while core.has_work:
+        steps += 1
+        for output in core.step().get(0, []):
+            tokens += len(output.token_ids)
+            assert output.finish is None or output.finish.error is None, output.finish
+    return tokens, steps

@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from tiny_models import VOCAB_SIZE
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -112,17 +113,17 @@ def distributions(path: Path, **config: object) -> torch.Tensor:
 
 def distributions_of(runner: StepRunner) -> torch.Tensor:
     """As `distributions`, of a runner that takes 130 tokens in a step."""
-    random, vocab_size = stream(8, "prompts"), runner.info.vocab_size
+    random = stream(8, "prompts")
     rows: list[torch.Tensor] = []
-    sampling = SamplingParams(temperature=0.0, logprobs=vocab_size)
+    sampling = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
     for length in (1, 16, 33, 130) * 8:
-        prompt = tuple(random.randrange(vocab_size) for _ in range(length))
+        prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
         blocks = tuple(range(-(-length // BLOCK_TOKENS)))
         new = NewRow(RequestId("r"), 0, prompt, length, sampling)
         reported = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
         logprob = reported.sampled[0].logprob
         assert logprob is not None
-        row = torch.full((vocab_size,), -torch.inf)
+        row = torch.full((VOCAB_SIZE,), -torch.inf)
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
             row[token] = value
         rows.append(row)
