@@ -47,7 +47,7 @@ class Packing:
         self._waiting_bytes = self._mapped_bytes = 0
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for `count` numbers."""
+        """Memory of the model for `count` numbers, not yet written to."""
         num_bytes = count * dtype.itemsize
         if num_bytes > self._chunk_bytes:
             taken = self._chunk(num_bytes)

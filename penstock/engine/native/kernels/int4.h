@@ -68,6 +68,7 @@ static void int4_panel(const LinearPiece *piece, int64_t panel, Prepare prepare,
     finish_block(piece, panel, row, job->m - row < 32 ? job->m - row : 32, y + row * 32);
 }
 
+#ifdef __AVX512VNNI__
 // R rows by a group: nibbles count from 0, so 8 times the inputs' sum comes out again.
 template <int R>
 static inline void nibble_rows(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda, const GroupInput *x,
@@ -94,6 +95,43 @@ static inline void nibble_rows(const uint8_t *nibbles, int64_t group, const int8
     for (int c = 0; c < 32; c++) sums[r * 32 + c] -= excess;
   }
 }
+#else
+// R rows by 32 inputs of one half of a panel. Eight products of a nibble and a byte, two by two, are below 2^15 in all
+// (8 * 2 * 15 * 128 = 30,720), so they are added up in sixteen bits and widened once.
+template <int R>
+static inline void nibble_block(const uint8_t *nibbles, const int8_t *a, int64_t lda, int32_t *sums) {
+  Bytes64 acc[R];
+#pragma GCC unroll 8
+  for (int eighth = 0; eighth < 8; eighth++) {
+    Bytes64 words = load_ints(nibbles + eighth / 2 * 64), part = eighth % 2 ? high_nibbles(words) : low_nibbles(words);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t four;
+      memcpy(&four, a + r * lda + eighth * 4, 4);
+      Bytes64 twos = dot_two(part, four);
+      if (eighth)
+        add_twos(acc[r], twos);
+      else
+        acc[r] = twos;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) add_fours(sums + r * 32, acc[r]);
+}
+
+// R rows by a group: nibbles count from 0, so 8 times the inputs' sum comes out again.
+template <int R>
+static __attribute__((noinline)) void nibble_rows(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda,
+                                                  const GroupInput *x, int64_t ld_x, int32_t *sums) {
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 32; c++) sums[r * 32 + c] = -8 * (int32_t)x[r * ld_x].sum;
+  for (int64_t k = 0; k < group; k += 32, nibbles += 512) {
+    for (int line = 0; line < 8; line++) fetch_thin(nibbles + line * 64);
+    nibble_block<R>(nibbles, a + k, lda, sums);
+    nibble_block<R>(nibbles + 256, a + k, lda, sums + 16);
+  }
+}
+#endif
 
 // Dynamic int8: scale = max |x| / 127, values rounded to nearest even. Inf and NaN come out as NaN scales.
 template <class T>

@@ -26,7 +26,7 @@ constexpr int halves_at_once(int) { return 2; }
 constexpr int kRowBlock = 8, kByteRows = 8, kNibbleRows = 8;
 constexpr int halves_at_once(int) { return 2; }
 #else
-constexpr int kRowBlock = 6, kByteRows = 4, kNibbleRows = 2;  // Rows of nibbles hold more: four were slower.
+constexpr int kRowBlock = 6, kByteRows = 4, kNibbleRows = 5;  // Six rows of nibbles would be spilled.
 constexpr int halves_at_once(int rows) { return rows <= kRowsInOrder ? 2 : 1; }
 #endif
 constexpr int64_t kAheadRows = 8;

@@ -116,7 +116,8 @@ static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i sig
   return acc;
 }
 #endif
-// Sixteen sums of products of four unsigned bytes of w, 15 at most, with four signed bytes of x (as 32 bits). Exact.
+// Products of sixteen times four unsigned bytes of w, 15 at most, with four signed bytes of x (as 32 bits), added up by
+// fours, or by twos in sixteen bits and then by fours. Exact. As assembly because compilers add up the products first.
 struct Bytes64 {
   __m512i v;
 };
@@ -125,14 +126,16 @@ static inline Bytes64 load_ints(const void *p) { return {_mm512_loadu_si512(p)};
 static inline void store(int32_t *p, Bytes64 a) { _mm512_storeu_si512(p, a.v); }
 static inline Bytes64 low_nibbles(Bytes64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline Bytes64 high_nibbles(Bytes64 a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
-static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) {
 #ifdef __AVX512VNNI__
-  return {dot_bytes(acc.v, w.v, _mm512_set1_epi32(x))};
+static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) { return {dot_bytes(acc.v, w.v, _mm512_set1_epi32(x))}; }
 #else
-  __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
-  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
-#endif
+static inline Bytes64 dot_two(Bytes64 w, int32_t x) { return {_mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x))}; }
+static inline void add_twos(Bytes64 &acc, Bytes64 x) { __asm__("vpaddw %1, %0, %0" : "+v"(acc.v) : "v"(x.v)); }
+static inline void add_fours(int32_t *p, Bytes64 x) {
+  __m512i fours = _mm512_madd_epi16(x.v, _mm512_set1_epi16(1));
+  _mm512_storeu_si512(p, _mm512_add_epi32(_mm512_loadu_si512(p), fours));
 }
+#endif
 // out[2i] = a[i], out[2i+1] = b[i] for 16 values each.
 static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
   __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
@@ -288,12 +291,18 @@ static inline Bytes64 low_nibbles(Bytes64 x) {
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
 static inline Bytes64 high_nibbles(Bytes64 x) { return low_nibbles({_mm256_srli_epi32(x.a, 4), _mm256_srli_epi32(x.b, 4)}); }
-static inline __m256i dot_nibbles_half(__m256i acc, __m256i w, __m256i x) {
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-}
-static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) {
+static inline Bytes64 dot_two(Bytes64 w, int32_t x) {
   __m256i spread = _mm256_set1_epi32(x);
-  return {dot_nibbles_half(acc.a, w.a, spread), dot_nibbles_half(acc.b, w.b, spread)};
+  return {_mm256_maddubs_epi16(w.a, spread), _mm256_maddubs_epi16(w.b, spread)};
+}
+static inline void add_twos(Bytes64 &acc, Bytes64 x) {
+  __asm__("vpaddw %1, %0, %0" : "+x"(acc.a) : "x"(x.a));
+  __asm__("vpaddw %1, %0, %0" : "+x"(acc.b) : "x"(x.b));
+}
+static inline void add_fours(int32_t *p, Bytes64 x) {
+  __m256i *at = (__m256i *)p, ones = _mm256_set1_epi16(1);
+  _mm256_storeu_si256(at, _mm256_add_epi32(_mm256_loadu_si256(at), _mm256_madd_epi16(x.a, ones)));
+  _mm256_storeu_si256(at + 1, _mm256_add_epi32(_mm256_loadu_si256(at + 1), _mm256_madd_epi16(x.b, ones)));
 }
 static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
   for (int i = 0; i < 16; i += 8) {
