@@ -84,6 +84,8 @@ _NOTHING = Usage()
 NO_PROMISE = Pass()
 _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
 """`TABLE` by index: two list look-ups per event."""
+_QUEUED, _STARTED, _STREAMING, _ENDED = State.QUEUED, State.STARTED, State.STREAMING, State.ENDED
+"""Until Python 3.12 a member costs a call each time its class is asked for it."""
 
 _OUTCOME = {
     Event.CANCEL: Outcome.CANCELLED,
@@ -219,26 +221,28 @@ class Request(Work):
 
     def on(self, event: Event, now_ns: int) -> tuple[Step, ...]:
         """Take one event; returns what must be done. An event that the table does not have asserts."""
-        move = _MOVES[self.state][event]
-        assert move is not None, f"{self.facts.id}: {event.name} in {self.state.name}"
-        was, (state, actions) = self.state, move
+        was = self.state
+        move = _MOVES[was][event]
+        assert move is not None, f"{self.facts.id}: {event.name} in {was.name}"
+        state, actions = move
+        if state is was:
+            return actions
         self.state = state
-        if state is not was:
-            if was is State.QUEUED:
-                self.queue_ns += now_ns - self.entered_ns
+        if was is _QUEUED:
+            self.queue_ns += now_ns - self.entered_ns
+        if self.outcome is None:
+            self.outcome = _OUTCOME.get(event)
+        if state is _STARTED:
+            self.dispatched_ns = now_ns
+            self.attempts += 1
+        elif state is _STREAMING:
+            if self.first_output_ns < 0:
+                self.first_output_ns = now_ns
+        elif state is _ENDED:
+            self.ended_ns = now_ns
+        elif state is _QUEUED:
+            self.entered_ns = now_ns
             self.migrations += event is Event.MIGRATE
-            if self.outcome is None and event in _OUTCOME:
-                self.outcome = _OUTCOME[event]
-            if event is Event.DISPATCH:
-                self.dispatched_ns = now_ns
-            self.attempts += Step.START in actions
-            if state is State.QUEUED:
-                self.entered_ns = now_ns
-            elif state is State.STREAMING:
-                if self.first_output_ns < 0:
-                    self.first_output_ns = now_ns
-            elif state is State.ENDED:
-                self.ended_ns = now_ns
         return actions
 
     def stream_ended(self, choice: int, usage: Usage) -> None:

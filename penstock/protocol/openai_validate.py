@@ -418,14 +418,15 @@ def repeated_key(body: bytes, values_max: int) -> str | None:
 
 def _num_keys(body: bytes) -> int:
     """How many keys the objects of a body have, those that one object has twice counted once; or fewer."""
-    count, values = 0, list[Any]()
-    values.append(_any.decode(body))
+    values: list[Any] = [_any.decode(body)]
+    count = 0
     for value in values:  # It grows.
-        if isinstance(value, dict):
-            count += len(value)  # pyright: ignore[reportUnknownArgumentType]
-            values += value.values()  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, list) and value and isinstance(value[0], _HOLDERS):  # No list of token ids.
-            values += value  # pyright: ignore[reportUnknownArgumentType]
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+        if kind is dict:
+            count += len(value)
+            values += value.values()
+        elif kind is list and value and type(value[0]) in _HOLDERS:  # No list of token ids.
+            values += value
     return count
 
 

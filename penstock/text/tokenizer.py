@@ -258,8 +258,9 @@ class WordCache:
         """Its token ids; None: ask the library."""
         if len(text) > TEXT_CHARS_MAX or _PLAIN.fullmatch(text) is None:
             return None
-        known, added, found = self._known, self._added, list[tuple[int, ...] | None]()
-        words = list[str]()
+        known, added = self._known, self._added
+        found: list[tuple[int, ...] | None] = []
+        words: list[str] = []
         for part in self._split_added(text):
             if (ids := added.get(part)) is not None:
                 found.append(ids)

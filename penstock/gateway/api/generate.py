@@ -71,7 +71,7 @@ from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 
-_Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
+_Begin = Callable[[Context, Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
 _Prepared = tuple[Job, _Begin]
 Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
@@ -88,7 +88,7 @@ class Wording(NamedTuple):
     endpoint: Endpoint
     id_prefix: str
     """Of the answer; what follows is as in the request's id."""
-    begin: Callable[[Context, Job], tuple[Reply, Sequence[Sink]]]
+    begin: _Begin
 
 
 class Generate:
@@ -104,7 +104,8 @@ class Generate:
     async def answer_chat(self, exchange: Exchange, caller: Caller, body: bytes, wording: Wording) -> None:
         """Answer a chat, whose request is `body`, in this wording."""
         request = parse_chat(body, self._services.config.limits)
-        needs, constraint, num_bytes = list[Need](), NO_CONSTRAINT, len(body)
+        needs: list[Need] = []
+        constraint, num_bytes = NO_CONSTRAINT, len(body)
         if not is_plain(request):
             needs = rare_needs(request)
             constraint = constraint_of(request) if needs else NO_CONSTRAINT
@@ -137,7 +138,7 @@ class Generate:
                 body=body,
                 uses_tools=has_tools,
             )
-            return job, lambda job: wording.begin(self._context(job), job)
+            return job, wording.begin
 
         await self._serve(exchange, body, caller, request, wording.endpoint, prepare, _names(needs))
 
@@ -181,7 +182,7 @@ class Generate:
             )
             kind = _completion_stream if request.stream else _completion_whole
             echoes = _echoes(model, request, shown, prompts)
-            return job, lambda job: kind(self._context(job), job, echoes)
+            return job, partial(kind, echoes=echoes)
 
         await self._serve(exchange, body, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
 
@@ -222,8 +223,9 @@ class Generate:
         first_error: ContextTooLong | None = None
         while exchange.is_open:
             exchange.serve(served)
-            known = partial(facts_before, exchange, hints, request, needs, adapter)
-            services.dispatcher.check_crowd(exchange, known)
+            if services.dispatcher.is_crowded(model.name):
+                known = facts_before(exchange, hints, request, needs, adapter)
+                services.dispatcher.check_crowd(exchange, known)
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:
@@ -240,7 +242,7 @@ class Generate:
                 await in_task()
                 await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
-            reply, sinks = begin(job)
+            reply, sinks = begin(self._context(job), job)
             streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
             if model.workers.sleeps:
@@ -306,7 +308,7 @@ class Generate:
 
         def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
             exchange.serve(now_served)
-            reply, sinks = begin(job)
+            reply, sinks = begin(self._context(job), job)
             return reply, self._streams(job, hints, sinks)
 
         services.dispatcher.move(request, facts, start)
@@ -426,12 +428,12 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
 
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
-    parsers = [answer_parser(job) for _ in range(job.num_choices)]
+    parsers = [answer_parser(job) for _ in range(job.choices_per_prompt)]  # Of its one prompt.
     reply = WholeChat(
         context,
         parsers=parsers,
         with_logprobs=job.logprobs is not None,
-        num_prompt_top=job.shown_prompt_logprobs,
+        num_prompt_top=job.prompt_logprobs,
         prompt_ids=job.shown_prompt_ids,
     )
     return reply, reply.sinks

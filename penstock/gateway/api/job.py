@@ -45,7 +45,10 @@ from penstock.types import PLACE, RequestId, SamplingParams, places_of
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
 _DIGITS_MAX, _LABELS_MAX = 12, 16
-_NOTHING_SAID = (None, None, None, None, None)
+_HINTS = frozenset({
+    b"x-penstock-degrade", b"x-penstock-max-wait-ms", b"x-penstock-session", b"x-penstock-migration",
+    b"x-penstock-residency",
+})  # fmt: skip
 SESSION_BYTES_MAX = 256
 """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
 MAX_WAIT_MS_MAX = 600_000
@@ -74,13 +77,12 @@ def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
     Raises:
         InvalidRequest: one of them says what it cannot say.
     """
+    named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
+    if not named and _HINTS.isdisjoint(headers):
+        return NO_HINTS
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
     session, migration = headers.get(b"x-penstock-session"), headers.get(b"x-penstock-migration")
     residency = headers.get(b"x-penstock-residency")
-    named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
-    said = (degrade, max_wait, session, migration, residency)
-    if said == _NOTHING_SAID and not named:
-        return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
         session=named if session is None else _read_session(session, SESSION_BYTES_MAX),
@@ -92,7 +94,7 @@ def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
 
 def places(tenant: Tenant, hints: Hints) -> frozenset[str]:
     """Where its request may be computed, as capabilities; empty: anywhere."""
-    return tenant.places | hints.places
+    return tenant.places | hints.places if hints.places else tenant.places
 
 
 def check_places(model: ServedModel, wanted: frozenset[str]) -> None:
@@ -230,6 +232,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         lengths = [len(prompt) for prompt in prompts]
         num_tokens, longest = sum(lengths), max(lengths)
     bound, needs, user = places(tenant, hints), job.needs, request.user
+    per_prompt = job.choices_per_prompt
     return RequestFacts(
         id=RequestId(job.answer_id),
         tenant=tenant,
@@ -239,9 +242,9 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         prompt_tokens=num_tokens,
         prompts=prompts,
         context_tokens=longest + _asked_tokens(request),
-        max_tokens=max(job.max_tokens),
-        choices=job.num_choices,
-        choices_per_prompt=job.choices_per_prompt,
+        max_tokens=job.max_tokens[0] if len(prompts) == 1 else max(job.max_tokens),
+        choices=len(prompts) * per_prompt,
+        choices_per_prompt=per_prompt,
         is_whole=not request.stream,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
         priority=getattr(request, "priority", None) or 0,
@@ -283,7 +286,8 @@ def facts_before(
 
 def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
-    request, stop, found = job.request, _stops(job), list[GenerateRequest]()
+    request, stop = job.request, _stops(job)
+    found: list[GenerateRequest] = []
     is_chat, model, caller = isinstance(request, ChatRequest), job.model, job.caller
     tenant, choices = caller.tenant, job.choices_per_prompt
     # The tags around a tool call are special tokens in some vocabularies.

@@ -122,17 +122,21 @@ class Dispatcher:
         self._dispatch_soon()
         return None
 
-    def check_crowd(self, exchange: Exchange, facts: Callable[[], RequestFacts]) -> None:
+    def is_crowded(self, model: str) -> bool:
+        """Whether requests came too late here a short while ago: ask `check_crowd` about the next one."""
+        model_queue = self.control.model_queue(model)
+        return model_queue is not None and model_queue.pace.is_any_late(self._clock.now_ns())
+
+    def check_crowd(self, exchange: Exchange, facts: RequestFacts) -> None:
         """Refuse a request under overload before its prompt is rendered and tokenized, which is most of the
         work on a request that is refused; `facts` are those that are known before.
 
         Raises:
             PenstockError: it would be refused with any prompt.
         """
-        assert exchange.served is not None, "its model is known"
-        now_ns, served = self._clock.now_ns(), exchange.served
-        if (error := self._driver.refuse_any(now_ns, served.counted_model, facts)) is not None:
-            exchange.headers = self._limiter.headers(now_ns, served.tenant)
+        now_ns = self._clock.now_ns()
+        if (error := self._driver.refuse_any(now_ns, facts)) is not None:
+            exchange.headers = self._limiter.headers(now_ns, facts.tenant)
             raise error
 
     def move(self, request: Request, facts: RequestFacts, start: Callable[[], tuple[Reply, Streams]]) -> bool:
@@ -206,15 +210,13 @@ class Dispatcher:
         self._driver.first_output(
             now_ns, request, request.attempt, cached_tokens=usage and usage.cached_tokens
         )
-        if self.control.is_due:  # Its worker was busy with its prompt, or kept apart for it.
-            self._dispatch_soon()
+        self._look_soon()  # Its worker was busy with its prompt, or kept apart for it.
 
     def on_tokens(self, reply: Reply) -> None:
         """See `ReplyListener`: a slice is full."""
         if self._driver.output(self._clock.now_ns(), _request_of(reply), reply.num_produced):
             reply.next_slice = reply.num_produced + self._slice_tokens
-        if self.control.is_due:  # It continues here, and has begun.
-            self._dispatch_soon()
+        self._look_soon()  # It continues here, and has begun.
 
     def on_attempt_failed(self, reply: Reply, error: PenstockError) -> bool:
         """See `ReplyListener`."""
@@ -351,9 +353,9 @@ class Dispatcher:
         request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
         if error is not None:
             reply.fail(error)
-        if self.control.is_due:  # Else nothing waits for the room that it leaves.
-            self._dispatch_soon()
-        elif (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
+        if self._look_soon():  # Something waits for the room that it leaves.
+            return
+        if (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
             self.answers.soon(pace.learn)
 
     # --- inside ----------------------------------------------------------------------------------
@@ -389,6 +391,12 @@ class Dispatcher:
             self._log.bug("a prompt could not be made for another model", error, request_id=request.id)
             if request.io is not None:
                 _reply_of(request).fail(error)
+
+    def _look_soon(self) -> bool:
+        """Dispatch soon if there is a reason to. Whether that will be done."""
+        if not self._is_due and self.control.is_due:
+            self._dispatch_soon()
+        return self._is_due
 
     def _dispatch_soon(self) -> None:
         if not self._is_due:

@@ -145,16 +145,16 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
+        self._looked_at = None  # Keys may end while a body comes.
+        was_idle = self._state is ConnectionState.IDLE
+        if was_idle and (exchange := self._again(data)) is not None:
+            self._server.app.handle(exchange)
+            return
         if self._state is ConnectionState.BUSY:
             if data.strip(b"\r\n"):  # Some clients end a body with a stray line break.
                 self._pipelined()
             return
-        self._looked_at = None  # Keys may end while a body comes.
         if not self._reads() or not self._within_bounds(len(data)):
-            return
-        was_idle = self._state is ConnectionState.IDLE
-        if was_idle and (exchange := self._again(data)) is not None:
-            self._server.app.handle(exchange)
             return
         try:
             self._parser.feed_data(data)
@@ -395,13 +395,15 @@ class Connection(asyncio.Protocol):
 
     def _again(self, data: bytes) -> Exchange | None:
         """A whole request that repeats the head of the last one, which need not be parsed and checked."""
-        found, server = self._last.again(data), self._server
-        if found is None or len(found[1]) > server.config.body_bytes_max or not server.app.knows(found[0]):
+        if (found := self._last.again(data)) is None:
+            return None
+        server, (head, body) = self._server, found
+        if len(body) > server.config.body_bytes_max or not server.app.knows(head):
             return None
         self._move(ConnectionState.BUSY)
         self._deadline_ns = None
-        exchange = self._open_exchange(found[0])
-        exchange.body = found[1]
+        exchange = self._open_exchange(head)
+        exchange.body = body
         if server.draining:
             exchange.close_after()
         return exchange

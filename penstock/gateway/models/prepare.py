@@ -193,7 +193,8 @@ def _plain_prompt(
     model: ServedModel, messages: Sequence[Message], tenant: Tenant, *, add_generation_prompt: bool
 ) -> tuple[int, ...] | None:
     """Token ids of messages that have nothing but a role and a text, if their outline is known."""
-    roles, texts = list[str](), list[str]()
+    roles: list[str] = []
+    texts: list[str] = []
     for message in messages:
         role, content, *others = msgspec.structs.astuple(message)
         if type(content) is not str or others != _NOTHING_ELSE:

@@ -302,7 +302,8 @@ class WholeChat(WholeReply):
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
-        text, thought, calls = sink.text, None, list[AnswerToolCall]()
+        text, thought = sink.text, None
+        calls: list[AnswerToolCall] = []
         if sink.events:
             events = joined(sink.events)
             thought = "".join([item.text for item in events if isinstance(item, Thought)]) or None

@@ -11,7 +11,7 @@ simulator's heap. Nothing here is called by itself. After `arrive`, a worker's r
 end (if it `is_due` then), or at `next_ns`, call `dispatch`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
@@ -95,15 +95,11 @@ class FlowControl:
         """Whether the store of shared limits is asked before this request arrives; see `TokenSource`."""
         return self._accounts.lacks(now_ns, facts)
 
-    def refuses_any(self, now_ns: int, route: str, facts: Callable[[], RequestFacts]) -> Refused | None:
+    def refuses_any(self, now_ns: int, facts: RequestFacts) -> Refused | None:
         """The refusal of a request that `arrive` would refuse with any prompt; `facts` are those that are
-        known before its prompt is made. None: nothing has changed. O(1) unless others come too late here.
+        known before its prompt is made. None: nothing has changed.
         """
-        model_queue = self._model_queues.get(route)
-        if model_queue is None or not model_queue.pace.is_any_late(now_ns):
-            return None
-        known = facts()
-        return self._policies.admission.refuses_any(now_ns, known, self._look(now_ns, known))
+        return self._policies.admission.refuses_any(now_ns, facts, self._look(now_ns, facts))
 
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
         """Accept a request into the queue, or say why not. Its id must not be in use."""

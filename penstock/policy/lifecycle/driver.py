@@ -12,7 +12,6 @@ counts. The ports are small: the gateway implements them over streams, replies a
 come back here before it returns.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected
@@ -167,11 +166,11 @@ class Driver:
                 raise
         return answer
 
-    def refuse_any(self, now_ns: int, route: str, facts: Callable[[], RequestFacts]) -> PenstockError | None:
+    def refuse_any(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
         """Refuse a request before its prompt is made, if it would be refused with any prompt."""
-        if (refused := self.control.refuses_any(now_ns, route, facts)) is None:
+        if (refused := self.control.refuses_any(now_ns, facts)) is None:
             return None
-        self._records.refused(route, refused.reason)
+        self._records.refused(facts.route, refused.reason)
         return refused.error
 
     def move(self, now_ns: int, facts: RequestFacts, why: str) -> bool:

@@ -341,7 +341,8 @@ class Fallbacks:
         could go elsewhere, which could not, and whether there are more to ask. Each is asked once while that
         lasts.
         """
-        found, stay = list[FallBack](), list[Request]()
+        found: list[FallBack] = []
+        stay: list[Request] = []
         unusable = _unusable(now_ns, model_queue, self._policies.health)
         entered = model_queue.queue.take_entered()
         if unusable is None:
