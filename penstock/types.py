@@ -32,7 +32,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # Something broke; the finish carries the error.
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is drawn, and when to stop. Ranges are checked where requests are parsed.
 
     Stop *strings* are not here: the code that turns tokens into text watches for those.

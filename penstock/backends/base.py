@@ -25,18 +25,15 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One stream to generate. `n` choices of a client's request are n of these."""
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One stream to generate. `n` choices of a client's request are n of these.
+
+    Not by keyword alone: one is made for every request, in this order.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    resumed: tuple[int, ...] = ()
-    """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind
-    it, and `usage` counts both. A backend that cannot continue it refuses it."""
-    exact_migration: bool = False
-    """The client wants no continuation whose tokens may differ from those that would have followed: only
-    our engine gives those."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     include_stop: bool = False
@@ -50,11 +47,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
     """Leading prompt tokens that the operator declared public; see `gateway/models/served.py`."""
-    priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
-    takes_row: bool = False
-    """Our engine lets it have a row of another tenant."""
     piece_tokens: int = 1
     """Behind the first output, tokens may arrive in pieces of so many: the client reads only the end."""
     body: bytes = b""
@@ -64,6 +58,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
     """The form that the text must have: for workers that say they can (`ModelInfo.capabilities`)."""
+    exact_migration: bool = False
+    """The client wants no continuation whose tokens may differ from those that would have followed: only
+    our engine gives those."""
+    resumed: tuple[int, ...] = ()
+    """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind
+    it, and `usage` counts both. A backend that cannot continue it refuses it."""
+    priority: int = 0
+    takes_row: bool = False
+    """Our engine lets it have a row of another tenant."""
     inputs: tuple[int, ...] = ()
     """No text is wanted, but a vector of each of the texts of so many tokens that the prompt consists of:
     for workers that say they can (`ModelInfo.pooling`)."""

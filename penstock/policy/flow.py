@@ -149,33 +149,30 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Step, ...]]] = {
 of the driver, and asserts."""
 
 
-class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A parsed and counted request, as it comes to `FlowControl.arrive`."""
+class RequestFacts(msgspec.Struct, frozen=True, eq=False):
+    """A parsed and counted request, as it comes to `FlowControl.arrive`.
+
+    Not by keyword alone: one is made for every request, in this order.
+    """
 
     id: RequestId
     """Unique for all time: the ledger knows the request by it."""
-    tenant: Tenant = ANONYMOUS
     route: str
     """The model that shall answer: the name of a pool of workers."""
+    prompt_tokens: int
+    """Of all prompts together."""
+    max_tokens: int
+    """Of one choice."""
+    tenant: Tenant = ANONYMOUS
     requested_model: str = ""
     """The model that the client named; empty is `route`."""
     diverted: str = ""
     """Why it is not that one: what admission or routing said."""
-    prompt_tokens: int
-    """Of all prompts together."""
-    held_tokens: int = 0
-    """Of them, those whose KV it holds at once at most; 0: all."""
-    cached_tokens: int = 0
-    """Of them, what is expected in a prefix cache."""
-    max_tokens: int
-    """Of one choice."""
     choices: int = 1
     """Streams that it takes on a worker: prompts times choices of each."""
     choices_per_prompt: int = 1
     num_bytes: int = 0
     """Memory that it holds while it waits: its body and its prompt tokens."""
-    max_wait_ns: int = 0
-    """Longest wait in the queue; 0 is the band's own."""
     priority: int = 0
     """Among the requests of its tenant in its band: smaller goes earlier."""
     first_token_ns: int = 0
@@ -203,6 +200,12 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     about."""
     key_prefix: str = ""
     user: str = ""
+    held_tokens: int = 0
+    """Of its prompts' tokens, those whose KV it holds at once at most; 0: all."""
+    cached_tokens: int = 0
+    """Of them, what is expected in a prefix cache."""
+    max_wait_ns: int = 0
+    """Longest wait in the queue; 0 is the band's own."""
     origin: str = ""
     """The peer cell that it came to, where its limits, its budget and its price are kept; empty: this one."""
     origin_id: str = ""

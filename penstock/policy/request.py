@@ -162,9 +162,9 @@ class Request(Work):
     it."""
     completion_tokens: int = 0
     """As reported until now, all choices together."""
-    used_by_choice: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
+    used_by_choice: dict[int, Usage] = {}  # noqa: RUF012 - msgspec copies it.
     """The usage of its streams, as their workers counted it, by index of the choice."""
-    used_before: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
+    used_before: dict[int, Usage] = {}  # noqa: RUF012 - msgspec copies it.
     """Of choices that continue on another worker: what was used until they left the last one."""
     usage: Usage | None = None
     """The workers' count of all of it, at the end of an attempt."""

@@ -201,4 +201,4 @@ class RequestOutput(msgspec.Struct, gc=False):
 class StepOutcome(msgspec.Struct):
     """Everything that a step changed for the outside."""
 
-    outputs: list[RequestOutput] = msgspec.field(default_factory=list[RequestOutput])
+    outputs: list[RequestOutput] = []

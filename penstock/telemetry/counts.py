@@ -13,8 +13,11 @@ import msgspec
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 
 
-class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One ended request, as it is counted. A time that never was (no first token) is None."""
+class RequestMeasurement(msgspec.Struct, frozen=True, gc=False):
+    """One ended request, as it is counted. A time that never was (no first token) is None.
+
+    Not by keyword alone: one is made for every request, in this order.
+    """
 
     endpoint: Endpoint
     outcome: OutcomeLabel

@@ -233,31 +233,31 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         num_tokens, longest = sum(lengths), max(lengths)
     bound, needs, user = places(tenant, hints), job.needs, request.user
     per_prompt = job.choices_per_prompt
-    return RequestFacts(
-        id=RequestId(job.answer_id),
-        tenant=tenant,
-        route=job.model.name,
-        requested_model=served.requested,
-        diverted=served.downgrade or "",
-        prompt_tokens=num_tokens,
-        prompts=prompts,
-        context_tokens=longest + _asked_tokens(request),
-        max_tokens=job.max_tokens[0] if len(prompts) == 1 else max(job.max_tokens),
-        choices=len(prompts) * per_prompt,
-        choices_per_prompt=per_prompt,
-        is_whole=not request.stream,
-        num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
-        priority=getattr(request, "priority", None) or 0,
-        first_token_ns=hints.max_wait_ns,
-        degrade=hints.degrade,
-        needs_tools=job.uses_tools,
-        needs=needs | bound if bound else needs,
-        endpoint=served.endpoint,
-        key_prefix=job.caller.key_prefix,
-        user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
-        keys=keys,
-        adapter=job.adapter,
-        session=f"{tenant.id}\0{hints.session}" if hints.session else "",  # No other tenant can name it.
+    return RequestFacts(  # In the order of its fields: of so many, their names take longer than the struct.
+        RequestId(job.answer_id),
+        job.model.name,
+        num_tokens,
+        job.max_tokens[0] if len(prompts) == 1 else max(job.max_tokens),
+        tenant,
+        served.requested,
+        served.downgrade or "",
+        len(prompts) * per_prompt,
+        per_prompt,
+        body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
+        getattr(request, "priority", None) or 0,
+        hints.max_wait_ns,
+        hints.degrade,
+        job.uses_tools,
+        needs | bound if bound else needs,
+        longest + _asked_tokens(request),
+        not request.stream,
+        served.endpoint,
+        job.adapter,
+        f"{tenant.id}\0{hints.session}" if hints.session else "",  # No other tenant can name it.
+        prompts,
+        keys,
+        job.caller.key_prefix,
+        user[:USER_CHARS_MAX] if isinstance(user, str) else "",
     )
 
 
@@ -290,6 +290,7 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
     found: list[GenerateRequest] = []
     is_chat, model, caller = isinstance(request, ChatRequest), job.model, job.caller
     tenant, choices = caller.tenant, job.choices_per_prompt
+    adapter_digest = model.workers.adapter_digests.get(job.adapter, "") if job.adapter else ""
     # The tags around a tool call are special tokens in some vocabularies.
     shows_special = (
         request.skip_special_tokens is False or job.uses_tools or (is_chat and model.has_special_marks)
@@ -313,23 +314,23 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                 params = msgspec.structs.replace(first, max_tokens=max_tokens, seed=own_seed)
             found.append(
                 GenerateRequest(
-                    request_id=RequestId(f"{job.answer_id}-{len(found)}"),
-                    prompt_token_ids=prompt,
-                    sampling=params,
-                    stop=stop,
-                    include_stop=bool(request.include_stop_str_in_output),
-                    skip_special_tokens=not shows_special,
-                    adapter=job.adapter,
-                    adapter_digest=model.workers.adapter_digests.get(job.adapter, ""),
-                    cache_salt=tenant.cache_salt,
-                    public_tokens=public_tokens,
-                    fairness_key=tenant.fairness_key,
-                    fairness_weight=tenant.weight,
-                    piece_tokens=piece_tokens,
-                    body=job.body,
-                    is_chat=is_chat,
-                    constraint=job.constraint,
-                    exact_migration=hints.exact_migration,
+                    RequestId(f"{job.answer_id}-{len(found)}"),
+                    prompt,
+                    params,
+                    stop,
+                    bool(request.include_stop_str_in_output),
+                    not shows_special,
+                    job.adapter,
+                    adapter_digest,
+                    tenant.cache_salt,
+                    public_tokens,
+                    tenant.fairness_key,
+                    tenant.weight,
+                    piece_tokens,
+                    job.body,
+                    is_chat,
+                    job.constraint,
+                    hints.exact_migration,
                 )
             )
     return found

@@ -266,20 +266,21 @@ class Exchange:
             ttft_ns = self.first_ns - self.started_ns
             if longest > 1:
                 tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
+        tenant = served.tenant
         return RequestMeasurement(
-            endpoint=served.endpoint,
-            outcome=self.outcome or OutcomeLabel.ERROR,
-            duration_ns=now_ns - self.started_ns,
-            queue_ns=None if first is None or request is None else request.queue_ns + first.queue_ns,
-            ttft_ns=ttft_ns,
-            tpot_ns=tpot_ns,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            generated_tokens=usage.completion_tokens,
-            tenant=served.tenant.id,
-            tier=served.tenant.tier,
-            band=served.tenant.band,
-            worker="" if request is None else request.worker,
+            served.endpoint,
+            self.outcome or OutcomeLabel.ERROR,
+            now_ns - self.started_ns,
+            None if first is None or request is None else request.queue_ns + first.queue_ns,
+            ttft_ns,
+            tpot_ns,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            tenant.id,
+            tenant.tier,
+            tenant.band,
+            "" if request is None else request.worker,
         )
 
     @property

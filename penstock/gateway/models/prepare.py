@@ -417,28 +417,24 @@ def sampling(
     top_p = open_.top_p if request.top_p is None else request.top_p
     top_k = max(0, open_.top_k if request.top_k is None else request.top_k)
     repetition = request.repetition_penalty
-    return SamplingParams(
-        temperature=open_.temperature if request.temperature is None else request.temperature,
+    return SamplingParams(  # In the order of its fields: of so many, their names take longer than the struct.
+        open_.temperature if request.temperature is None else request.temperature,
         # A nucleus of no mass still holds the likeliest token.
-        top_k=top_k if top_p > 0 else 1,
-        top_p=top_p if top_p > 0 else 1.0,
-        min_p=open_.min_p if request.min_p is None else request.min_p,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=open_.repetition_penalty if repetition is None else repetition,
-        logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else (),
-        bad_words=bad_word_tokens(model.tokenizer, getattr(request, "bad_words", None) or ()) if rare else (),
-        allowed_token_ids=tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ()))
-        if rare
-        else (),
-        min_tokens=request.min_tokens or 0,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop_token_ids=stop_token_ids(
-            model.tokenizer, request.stop_token_ids or (), ignores_eos=bool(request.ignore_eos)
-        ),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        top_k if top_p > 0 else 1,
+        top_p if top_p > 0 else 1.0,
+        open_.min_p if request.min_p is None else request.min_p,
+        request.presence_penalty or 0.0,
+        request.frequency_penalty or 0.0,
+        open_.repetition_penalty if repetition is None else repetition,
+        _logit_bias(request.logit_bias) if request.logit_bias else (),
+        bad_word_tokens(model.tokenizer, getattr(request, "bad_words", None) or ()) if rare else (),
+        tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ())) if rare else (),
+        request.min_tokens or 0,
+        seed,
+        max_tokens,
+        stop_token_ids(model.tokenizer, request.stop_token_ids or (), ignores_eos=bool(request.ignore_eos)),
+        logprobs,
+        prompt_logprobs,
     )
 
 
