@@ -3,14 +3,15 @@ behind it.
 
 ledger = Ledger(config.ledger, clock, log)
 await ledger.start()        # recovers what dead processes left
-ledger.open(record)         # accepted: raises Overloaded if it cannot be written down
+ledger.open(make)           # accepted: raises Overloaded if it cannot be written down
 ledger.flush()              # before anything is started or the last byte is sent
 ledger.slice(id, make)      # at every slice boundary; `make` is called when it is written
-ledger.close(record)        # over: exactly once for each that was opened, by this or by
+ledger.close(make)          # over: exactly once for each that was opened, by this or by
 ledger.close_soon(make)     # which writes with the next flush
 await ledger.stop()         # writes and delivers all
 
-`RequestRecords` makes these calls of what the driver says of a request.
+Records are made where they are written: a ledger that is switched off makes none. `RequestRecords` makes
+these calls of what the driver says of a request.
 """
 
 import asyncio
@@ -142,14 +143,14 @@ class Ledger:
 
     # --- one request -----------------------------------------------------------------------------
 
-    def open(self, record: UsageRecord) -> None:
-        """A request is accepted; `record` has the facts known now, and stands if no more follows.
+    def open(self, make: Callable[[], UsageRecord]) -> None:
+        """A request is accepted; `make` says the facts known now, which stand if no more follows.
 
         Raises:
             Overloaded: it cannot be written down, and `ledger.when_full` says to refuse.
         """
         if self._journal is not None:
-            self._journal.open(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
+            self._journal.open(_bounded(make()))
             self._flush_soon()
 
     def slice(self, request_id: str, make: Callable[[], Progress]) -> None:
@@ -158,13 +159,13 @@ class Ledger:
             self._journal.slice(request_id, make)
             self._flush_soon()
 
-    def close(self, record: UsageRecord) -> None:
+    def close(self, make: Callable[[], UsageRecord]) -> None:
         """It is over; exactly once. The journal has it and it is written when this returns, unless the disk
         takes nothing: then with the next flush.
         """
         if self._journal is not None:
-            self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
-            self._journal.flush()
+            self._ends.append(make)
+            self.flush()
 
     def close_soon(self, make: Callable[[], UsageRecord]) -> None:
         """It is over; exactly once. `flush` makes its record and writes it: call that before its client hears
@@ -180,8 +181,7 @@ class Ledger:
             ends, self._ends = self._ends, []
             for make in ends:
                 try:
-                    record = make()
-                    self._journal.close(record if len(record.user) <= USER_CHARS_MAX else _bounded(record))
+                    self._journal.close(_bounded(make()))
                 except Exception as error:  # noqa: BLE001 - one record's bug must not lose the others.
                     self.bug("the end of a request could not be recorded", error)
             self._journal.flush()
@@ -246,6 +246,8 @@ class Ledger:
 
 
 def _bounded(record: UsageRecord) -> UsageRecord:
+    if len(record.user) <= USER_CHARS_MAX:
+        return record
     return replace(record, user=record.user[:USER_CHARS_MAX])
 
 
@@ -262,7 +264,7 @@ class RequestRecords:
 
     def opened(self, request: Request) -> None:
         """See `driver.Records`."""
-        self._ledger.open(_opening_record(request.facts, self._clock.wall_ns()))
+        self._ledger.open(partial(_opening_record, request.facts, self._clock.wall_ns()))
 
     def progressed(self, request: Request) -> None:
         """See `driver.Records`. As a rule a short answer ends before this would be written.
@@ -276,11 +278,9 @@ class RequestRecords:
         """See `driver.Records`. `flush` writes that of a good whole answer, with the others of its turn of
         the event loop: its client has nothing before that.
         """
-        wall_ns = self._clock.wall_ns()
-        if request.facts.is_whole and request.outcome is Outcome.FINISHED:
-            self._ledger.close_soon(partial(self._record, request, machine_micros, wall_ns))
-        else:
-            self._ledger.close(self._record(request, machine_micros, wall_ns))
+        together = request.facts.is_whole and request.outcome is Outcome.FINISHED
+        close = self._ledger.close_soon if together else self._ledger.close
+        close(partial(self._record, request, machine_micros, self._clock.wall_ns()))
 
     def _record(self, request: Request, machine_micros: int, wall_ns: int) -> UsageRecord:
         try:
@@ -288,7 +288,7 @@ class RequestRecords:
             if version := self._prices.version:
                 record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
             return record
-        except Exception as error:  # noqa: BLE001 - one record's bug must not keep its request open.
+        except Exception as error:  # noqa: BLE001 - no client hears of an end that has no record.
             self._ledger.bug(f"the usage of {request.id} could not be recorded", error)
             return replace(_opening_record(request.facts, wall_ns), error=type(error).__name__)
 

@@ -71,7 +71,7 @@ class Writer:
         reservation = hold(self._budgets, self._clock.now_ns(), ACME, 100)
         assert isinstance(reservation, BudgetHold)
         self._running[name] = reservation, 0
-        self._ledger.open(opened(name, ended_ns=self._clock.wall_ns()))
+        self._ledger.open(lambda: opened(name, ended_ns=self._clock.wall_ns()))
         self._promises.append(f"open {name} 0\n")
 
     def _go_on(self) -> None:
@@ -89,7 +89,7 @@ class Writer:
             del self._running[name]
             reservation.settle(self._clock.now_ns(), 10 * tokens)
             self._ledger.close(
-                closed(name, completion_tokens=tokens, cost_micros=10 * tokens, ended_ns=now_ns)
+                lambda: closed(name, completion_tokens=tokens, cost_micros=10 * tokens, ended_ns=now_ns)
             )
             self._promises.append(f"close {name} {tokens}\n")
 

@@ -3,6 +3,7 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -45,13 +46,13 @@ def test_a_request_reaches_the_database(tmp_path: Path) -> None:
         sink = MemorySink()
         ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
-        ledger.open(opened("a"))
+        ledger.open(partial(opened, "a"))
         ledger.slice("a", lambda: progress("a", 4))
         assert ledger.statistics().open == 1
-        ledger.close(closed("a"))
-        ledger.open(opened("b"))
+        ledger.close(partial(closed, "a"))
+        ledger.open(partial(opened, "b"))
         await eventually(lambda: sink.records == {"a": closed("a")})
-        ledger.close(closed("b"))
+        ledger.close(partial(closed, "b"))
         await ledger.stop()
         assert set(sink.records) == {"a", "b"}
         assert sink.is_closed
@@ -65,7 +66,7 @@ async def with_open(names: str, place: Path, sink: MemorySink) -> Ledger:
     ledger = Ledger(config(place), CLOCK, LOG, sink=sink, limits=SMALL)
     await ledger.start()
     for name in names:
-        ledger.open(opened(name))
+        ledger.open(partial(opened, name))
     return ledger
 
 
@@ -93,7 +94,7 @@ def test_an_end_that_waits_for_a_flush_is_written_in_the_next_turn_by_itself(tmp
     async def run() -> None:
         ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=MemorySink(), limits=SMALL)
         await ledger.start()
-        ledger.open(opened("a"))
+        ledger.open(partial(opened, "a"))
         await asyncio.sleep(0)
         ledger.close_soon(lambda: closed("a"))
         assert ledger.statistics().closed == 0
@@ -123,7 +124,7 @@ def test_one_record_or_slice_that_cannot_be_made_loses_no_other(
         ends = [ledger_segment.decode_record(body) for kind, body in frames if kind == Kind.CLOSE]
         assert [end.request_id for end in ends] == ["a", "c"]
         assert [kind for kind, _ in frames].count(Kind.SLICE) == 1, "that of b"
-        ledger.close(closed("d"))
+        ledger.close(partial(closed, "d"))
         await ledger.stop()
         assert set(sink.records) == set("acd")
 
@@ -140,8 +141,8 @@ def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path:
         ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
         for i in range(100):
-            ledger.open(opened(f"r{i}"))
-            ledger.close(closed(f"r{i}"))
+            ledger.open(partial(opened, f"r{i}"))
+            ledger.close(partial(closed, f"r{i}"))
         await eventually(lambda: ledger.statistics().sink_errors == 1)
         assert ledger.statistics().pending == 100
         metrics = Metrics([], version="0")
@@ -171,8 +172,8 @@ def test_a_bug_in_a_sink_does_not_end_the_delivery(
             config(tmp_path), CLOCK, Log(LogConfig(level="error"), CLOCK), sink=sink, limits=SMALL
         )
         await ledger.start()
-        ledger.open(opened("a"))
-        ledger.close(closed("a"))
+        ledger.open(partial(opened, "a"))
+        ledger.close(partial(closed, "a"))
         await eventually(lambda: sink.writes)
         await ledger.stop()
         assert list(sink.records) == ["a"]
@@ -187,9 +188,9 @@ def test_what_the_sink_never_took_is_there_at_the_next_start(tmp_path: Path) -> 
         broken.failures = 10**6
         first = Ledger(config(tmp_path), CLOCK, LOG, sink=broken, limits=SMALL)
         await first.start()
-        first.open(opened("a"))
-        first.close(closed("a"))
-        first.open(opened("cut"))
+        first.open(partial(opened, "a"))
+        first.close(partial(closed, "a"))
+        first.open(partial(opened, "cut"))
         await first.stop()
         second = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await second.start()
@@ -204,9 +205,9 @@ def test_without_a_ledger_nothing_is_written(tmp_path: Path) -> None:
     async def run() -> None:
         ledger = Ledger(config(tmp_path / "none", enabled=False), CLOCK, LOG, limits=SMALL)
         await ledger.start()
-        ledger.open(opened("a"))
+        ledger.open(partial(opened, "a"))
         ledger.slice("a", lambda: progress("a", 1))
-        ledger.close(closed("a"))
+        ledger.close(partial(closed, "a"))
         ledger.flush()
         await ledger.stop()
         assert ledger.statistics().closed == 0
@@ -224,8 +225,8 @@ def test_a_user_field_of_any_length_is_bounded(tmp_path: Path) -> None:
         long = UsageRecord(
             **{**{f: getattr(record, f) for f in record.__struct_fields__}, "user": "u" * 10**6}
         )
-        ledger.open(long)
-        ledger.close(long)
+        ledger.open(lambda: long)
+        ledger.close(lambda: long)
         await ledger.stop()
         return sink.records["a"]
 
@@ -260,8 +261,8 @@ def test_records_leave_the_database_after_the_days_of_the_configuration(tmp_path
         ledger = Ledger(config(tmp_path, keep_days=30), CLOCK, LOG, limits=SMALL)
         await ledger.start()
         for name, days in (("old", 31), ("young", 29)):
-            ledger.open(opened(name, ended_ns=now_ns - days * DAY_NS))
-            ledger.close(closed(name, ended_ns=now_ns - days * DAY_NS))
+            ledger.open(partial(opened, name, ended_ns=now_ns - days * DAY_NS))
+            ledger.close(partial(closed, name, ended_ns=now_ns - days * DAY_NS))
         await ledger.stop()
 
     asyncio.run(run())
@@ -278,8 +279,8 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
         first = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)
         await first.start()
         for name, at_ns in (("a", now_ns), ("b", long_ago)):
-            first.open(opened(name, ended_ns=at_ns))
-            first.close(closed(name, ended_ns=at_ns, cost_micros=70))
+            first.open(partial(opened, name, ended_ns=at_ns))
+            first.close(partial(closed, name, ended_ns=at_ns, cost_micros=70))
         await first.stop()
         dead = Journal(
             claim := ledger_segment.claim_new(tmp_path, CLOCK),
@@ -319,8 +320,8 @@ def test_what_was_spent_is_told_by_process(tmp_path: Path) -> None:
         await ledger.start()
         names = (f"cmpl-{one}00000001-0", f"resp_{one}00000002-0", f"chatcmpl-{two}00000001-0")
         for micros, name in enumerate(names, 1):
-            ledger.open(opened(name, ended_ns=now_ns))
-            ledger.close(closed(name, ended_ns=now_ns, cost_micros=micros))
+            ledger.open(partial(opened, name, ended_ns=now_ns))
+            ledger.close(partial(closed, name, ended_ns=now_ns, cost_micros=micros))
         await ledger.stop()
         return await ledger.spent()
 

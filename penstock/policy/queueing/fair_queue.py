@@ -291,14 +291,13 @@ class FairQueue:
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more started than came"
         work.owed = band.is_owed(self._recent())
-        for each in self.bands:  # Older starts count less.
-            each.recent += (each is band) - each.recent / RECENT_STARTS
         band.start(now_ns, work)
-        for passed in self.bands[
-            : band.level + 1
-        ]:  # A request that lets a higher band start first is not passed over for its size.
-            for aside in passed.aside:
-                aside.skips += aside.hold_ns <= now_ns  # A held request waits for a warm worker by choice.
+        for each in self.bands:
+            each.recent += (each is band) - each.recent / RECENT_STARTS  # Older starts count less.
+            if each.aside and each.level <= band.level:
+                # A request that lets a higher band start first is not passed over for its size.
+                for aside in each.aside:
+                    aside.skips += aside.hold_ns <= now_ns  # One that is held waits by choice.
 
     def _in_turn(self, now_ns: int, waiting: Sequence[Band]) -> Sequence[Band]:
         """Bands with work, by who goes next."""
