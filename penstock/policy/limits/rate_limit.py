@@ -25,6 +25,8 @@ from functools import lru_cache
 from typing import Literal
 from zlib import crc32
 
+import msgspec
+
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
@@ -153,40 +155,22 @@ class _Use:
         self.seen_ns = 0
 
 
-class LimitReservation:
+class LimitReservation(msgspec.Struct, eq=False):
     """One accepted request's share of its tenant's limits. Ends by `settle` or by `undo`, exactly once."""
 
-    __slots__ = (
-        "_limiter",
-        "_num_requests",
-        "_requests",
-        "_started_ns",
-        "_tokens",
-        "_use",
-        "covered",
-        "ended",
-        "reserved",
-    )
-
-    def __init__(
-        self,
-        limiter: "Limiter",
-        use: _Use,
-        now_ns: int,
-        prompt_tokens: int,
-        output_tokens: int,
-        num_requests: int,
-    ) -> None:
-        self._limiter, self._use, self._started_ns = limiter, use, now_ns
-        self._num_requests = num_requests
-        # Tokens go back to the bucket that they were taken from, even if a reload has put another limit there
-        # since.
-        self._tokens, self._requests = use.tokens, use.requests
-        self.covered = output_tokens
-        """Output tokens that are paid for: `renew` has nothing to do up to here."""
-        self.reserved = prompt_tokens + output_tokens
-        """Tokens taken from the limit for this request, until it ends."""
-        self.ended = False
+    _limiter: "Limiter"
+    _use: _Use
+    _started_ns: int
+    _num_requests: int
+    _tokens: TokenSource | None
+    """The bucket that tokens go back to, even if a reload has put another limit there since; so do requests.
+    """
+    _requests: TokenSource | None
+    covered: int
+    """Output tokens that are paid for: `renew` has nothing to do up to here."""
+    reserved: int
+    """Tokens taken from the limit for this request, until it ends."""
+    ended: bool = False
 
     def renew(self, now_ns: int, num_output_tokens: int) -> None:
         """The answer has `num_output_tokens` tokens by now: charge slices until they are covered.
@@ -314,7 +298,7 @@ class Limiter:
         use.live += 1
         self.outstanding += needed
         assert tokens is None or needed <= tokens.burst, "what never fits is refused as too large"
-        return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
+        return LimitReservation(self, use, now_ns, num_requests, tokens, requests, output_tokens, needed)
 
     def lacks(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
         """Whether the store is asked for what one request of `needed` tokens is not covered by here."""

@@ -20,9 +20,10 @@ it remembers itself.
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
+
+import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
@@ -144,8 +145,7 @@ _NO_WORKERS = WorkerId("")
 _NOBODY_WAITS: Mapping[WorkerId, int] = MappingProxyType({})
 
 
-@dataclass(slots=True)
-class _Sent:
+class _Sent(msgspec.Struct, gc=False):
     """A request at its worker."""
 
     at_ns: int
@@ -437,24 +437,18 @@ class Router:
         return number
 
 
-class _Look:
+class _Look(msgspec.Struct, gc=False):
     """The data of one decision."""
 
-    __slots__ = ("avoid", "blocked", "located", "now_ns", "session", "waiting", "work", "workers")
-
-    def __init__(
-        self,
-        now_ns: int,
-        work: Work,
-        workers: CapacityTable,
-        avoid: Collection[WorkerId],
-        blocked: Collection[WorkerId],
-    ) -> None:
-        self.now_ns, self.work, self.workers, self.avoid, self.blocked = now_ns, work, workers, avoid, blocked
-        self.located: Located = NOTHING_LOCATED
-        self.session: WorkerId | None = None
-        self.waiting = _NOBODY_WAITS
-        """Requests that are held for a worker."""
+    now_ns: int
+    work: Work
+    workers: CapacityTable
+    avoid: Collection[WorkerId]
+    blocked: Collection[WorkerId]
+    located: Located = NOTHING_LOCATED
+    session: WorkerId | None = None
+    waiting: Mapping[WorkerId, int] = _NOBODY_WAITS
+    """Requests that are held for a worker."""
 
 
 def _filter(work: Work, worker: WorkerCapacity, blocked: Collection[WorkerId]) -> str:

@@ -333,8 +333,8 @@ class Band:
         The time since the last start counts as one gap of several: workers start requests in batches, a
         step's worth at once.
         """
-        since_ns = now_ns - self.served_ns if self.waiting else 0
-        return self._gap_ns + max(0, since_ns - self._gap_ns) // _BATCH
+        more_ns = now_ns - self.served_ns - self._gap_ns if self.waiting else 0
+        return self._gap_ns + more_ns // _BATCH if more_ns > 0 else self._gap_ns
 
     def newest(self) -> Work:
         """The last of those that wait; there must be one."""

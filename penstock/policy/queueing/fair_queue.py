@@ -55,7 +55,7 @@ class FairQueue:
 
     __slots__ = (
         "_config", "_default", "_entered", "_expiries", "_levels", "_number", "_order_owed", "_pushes",
-        "_skip_ns", "_slots", "bands", "num_bytes", "num_waiting",
+        "_shares", "_skip_ns", "_slots", "bands", "num_bytes", "num_waiting",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
@@ -63,6 +63,11 @@ class FairQueue:
         ordered = ordered_bands(config.bands)
         self.bands = [Band(band, level) for level, band in enumerate(ordered)]
         self._levels = {band.name: level for level, band in enumerate(ordered)}
+        share = config.tenant_share
+        self._shares = [
+            (max(1, int(share * each.requests_max)), int(share * each.bytes_max)) for each in ordered
+        ]
+        """By band, the requests and bytes that one tenant may have waiting there."""
         self._default = default_level(ordered)
         orders = [band.order for band in ordered if 0 < band.floor < 1]
         self._order_owed = min(orders, default=ordered[-1].order)
@@ -335,10 +340,12 @@ class FairQueue:
             return Full("band", "bytes", config.bytes_max)
         if line is None or not line.num_waiting:
             return None  # A tenant may always have one request there.
-        if line.num_waiting >= (limit := max(1, int(self._config.tenant_share * config.requests_max))):
-            return Full("tenant", "requests", limit)
-        limit = max(num_bytes, int(self._config.tenant_share * config.bytes_max))
-        return Full("tenant", "bytes", limit) if line.num_bytes + num_bytes > limit else None
+        requests_max, bytes_max = self._shares[band.level]
+        if line.num_waiting >= requests_max:
+            return Full("tenant", "requests", requests_max)
+        if line.num_bytes and line.num_bytes + num_bytes > bytes_max:
+            return Full("tenant", "bytes", max(num_bytes, bytes_max))
+        return None
 
     def _space(self, level: int, num_bytes: int) -> Full | tuple[int, int] | None:
         """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop,

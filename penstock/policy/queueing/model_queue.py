@@ -313,14 +313,15 @@ class ModelQueue:
         streams = workers.num_running / (num_ready or 1)
         start_ns, idle_ttft_ns = pace.expected_ns(prompt - facts.cached_tokens, prompt, streams)
         # A protected band goes first, at the model's pace; others have the rest, which is seen in their own.
-        each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
+        gap_ns = self.gap_ns
+        each_ns = gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(  # In the order of its fields: one is made for each request.
             self.route,
             num_ready,
             ahead,
             queue.would_refuse(level, tenant.id, facts.num_bytes),
-            max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
-            max(self.gap_ns, each_ns),
+            max((requests_ahead + 1) * each_ns, ahead * gap_ns) if ahead else 0,
+            max(gap_ns, each_ns),
             start_ns,
             idle_ttft_ns,
             pace.backlog_ns,

@@ -25,7 +25,8 @@ Pure and deterministic: gateway and simulator use the same object.
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
@@ -53,8 +54,7 @@ _SHORTEST_S = 1e-3
 _KINDS_MAX = 256
 
 
-@dataclass(slots=True)
-class _Sent:
+class _Sent(msgspec.Struct, gc=False):
     """A request at its worker, without an output."""
 
     at_ns: int
@@ -129,7 +129,8 @@ class Pace:
             speed = self._speeds.of(kind)
             took_s = speed.prefill_s(tokens, prompt_tokens, streams)
             beside_s = max(beside_s, took_s)
-            took_s = speed.prefill_s(tokens, prompt_tokens, 0) if streams else took_s
+            if streams:
+                took_s = speed.prefill_s(tokens, prompt_tokens, 0)
             idle_s = max(idle_s, took_s)
         return round(self._margin * round(beside_s * NS_PER_S)), round(idle_s * NS_PER_S)
 
