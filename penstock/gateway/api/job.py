@@ -45,10 +45,8 @@ from penstock.types import PLACE, RequestId, SamplingParams, places_of
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
 _DIGITS_MAX, _LABELS_MAX = 12, 16
-_HINTS = frozenset({
-    b"x-penstock-degrade", b"x-penstock-max-wait-ms", b"x-penstock-session", b"x-penstock-migration",
-    b"x-penstock-residency",
-})  # fmt: skip
+_NAMES = "degrade", "max-wait-ms", "session", "migration", "residency"
+_HINTS = frozenset(f"x-penstock-{name}".encode() for name in _NAMES)
 SESSION_BYTES_MAX = 256
 """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
 MAX_WAIT_MS_MAX = 600_000

@@ -168,8 +168,7 @@ class VectorEndpoints:
             key_prefix=caller.key_prefix,
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
         )
-        if services.dispatcher.is_crowded(model.name):
-            services.dispatcher.check_crowd(exchange, known)
+        services.dispatcher.check_crowd(exchange, known)
         texts = await services.tokenize.run(max(num_bytes, num_chars), lambda: prepare(model, info))
         check_tokens(tenant, max(len(each.ids) for each in texts.tokens), None, param="input")
         reply = VectorReply(self._context(exchange, model, answer_id), len(texts.tokens), texts.wording)

@@ -395,15 +395,13 @@ class Connection(asyncio.Protocol):
 
     def _again(self, data: bytes) -> Exchange | None:
         """A whole request that repeats the head of the last one, which need not be parsed and checked."""
-        if (found := self._last.again(data)) is None:
-            return None
-        server, (head, body) = self._server, found
-        if len(body) > server.config.body_bytes_max or not server.app.knows(head):
+        found, server = self._last.again(data), self._server
+        if found is None or len(found[1]) > server.config.body_bytes_max or not server.app.knows(found[0]):
             return None
         self._move(ConnectionState.BUSY)
         self._deadline_ns = None
-        exchange = self._open_exchange(head)
-        exchange.body = body
+        exchange = self._open_exchange(found[0])
+        exchange.body = found[1]
         if server.draining:
             exchange.close_after()
         return exchange

@@ -266,7 +266,6 @@ class Exchange:
             ttft_ns = self.first_ns - self.started_ns
             if longest > 1:
                 tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
-        tenant = served.tenant
         return RequestMeasurement(
             served.endpoint,
             self.outcome or OutcomeLabel.ERROR,
@@ -277,9 +276,9 @@ class Exchange:
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
-            tenant.id,
-            tenant.tier,
-            tenant.band,
+            served.tenant.id,
+            served.tenant.tier,
+            served.tenant.band,
             "" if request is None else request.worker,
         )
 

@@ -97,8 +97,11 @@ class FlowControl:
 
     def refuses_any(self, now_ns: int, facts: RequestFacts) -> Refused | None:
         """The refusal of a request that `arrive` would refuse with any prompt; `facts` are those that are
-        known before its prompt is made. None: nothing has changed.
+        known before its prompt is made. None: nothing has changed. O(1) unless others come too late here.
         """
+        model_queue = self._model_queues.get(facts.route)
+        if model_queue is None or not model_queue.pace.is_any_late(now_ns):
+            return None
         return self._policies.admission.refuses_any(now_ns, facts, self._look(now_ns, facts))
 
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:

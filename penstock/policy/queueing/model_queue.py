@@ -309,11 +309,10 @@ class ModelQueue:
             ahead = requests_ahead = band.ahead_of(tenant.id, tenant.weight)
             for higher in queue.bands[:level]:
                 ahead += len(higher.waiting)
-        prompt, num_ready = facts.prompt_tokens, workers.num_ready
+        prompt, num_ready, gap_ns = facts.prompt_tokens, workers.num_ready, self.gap_ns
         streams = workers.num_running / (num_ready or 1)
         start_ns, idle_ttft_ns = pace.expected_ns(prompt - facts.cached_tokens, prompt, streams)
         # A protected band goes first, at the model's pace; others have the rest, which is seen in their own.
-        gap_ns = self.gap_ns
         each_ns = gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(  # In the order of its fields: one is made for each request.
             self.route,
