@@ -21,14 +21,23 @@ START_S = 600.0
 SERVE = (sys.executable, "-m", "penstock", "serve")
 HERE = Path(__file__).parent / "relay"
 END_S, POLL_S = 20.0, 0.02
+CTRL_C = signal.SIGINT
+"""Ends ours at once; behind SIGTERM it listens on for a lameduck time."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Process:
     """A child and what it used."""
 
-    def __init__(self, *command: str, log: Path, cwd: Path | None = None, **environment: str) -> None:
-        self.log = log
+    def __init__(
+        self,
+        *command: str,
+        log: Path,
+        cwd: Path | None = None,
+        ends_by: signal.Signals = signal.SIGTERM,
+        **environment: str,
+    ) -> None:
+        self.log, self._ends_by = log, ends_by
         with log.open("ab") as out:
             self.child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, start_new_session=True,
@@ -80,15 +89,12 @@ class Process:
     def end(self) -> None:
         """Stop it."""
         if self.child.poll() is None:
-            self._ask_to_end()
+            os.killpg(self.child.pid, self._ends_by)
             try:
                 self.child.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
-
-    def _ask_to_end(self) -> None:
-        os.killpg(self.child.pid, signal.SIGTERM)
 
 
 class Served(Process):
@@ -116,13 +122,10 @@ class Served(Process):
         where = {"PENSTOCK_STATE_DIR": str(place / "state"), "PYTHONPATH": ""}
         super().__init__(
             *command, *(("-c", str(file.resolve())) if text else ()), "--port", str(self.port),
-            log=place / "log", cwd=cwd or place, **where, **environment,
+            log=place / "log", cwd=cwd or place, ends_by=CTRL_C, **where, **environment,
         )  # fmt: skip
         self.ready_s = round(self.wait(lambda: ask(self.port, "/ready")[0] == 200), 1)
         self.url = f"http://127.0.0.1:{self.port}/v1"
-
-    def _ask_to_end(self) -> None:
-        self.child.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
 
 
 def ask(port: int, path: str, body: object = None, key: str = "") -> tuple[int, str]:

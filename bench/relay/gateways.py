@@ -4,6 +4,7 @@ and the load at it.
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.harness import OUT, REPOSITORY, installed
-from bench.process import Process, free_port
+from bench.process import CTRL_C, Process, free_port
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, edit_keys
 
 HERE = Path(__file__).parent
@@ -303,7 +304,10 @@ def serving(
             time.sleep(0.3)  # Some look for it once, when they start.
             state = str(directory / f"state-{port}")  # Of its own: the one before has filled its ledger.
             command = command_of(gateway, directory, venv, port, upstream)
-            process = stack.enter_context(Process(*command, log=log, PENSTOCK_STATE_DIR=state))
+            ends_by = CTRL_C if gateway.kind in PROCESSES else signal.SIGTERM
+            process = stack.enter_context(
+                Process(*command, log=log, ends_by=ends_by, PENSTOCK_STATE_DIR=state)
+            )
         wait_answers(directory, port, process, patience_s)
         yield port, process
 
