@@ -1,7 +1,7 @@
 from collections.abc import Callable, Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -457,7 +457,26 @@ load = st.fixed_dictionaries(
 )
 
 
+def sooner_ns_max(facts: RequestFacts, load: RouteLoad) -> int:
+    """By how much earlier a request may come back with a prompt than without one: by what the longer promise
+    to it lets it wait longer, which counts in a quiet time only, up to a share of its band's promise.
+    """
+    if load.is_late or facts.first_token_ns:
+        return 0
+    if facts.tenant.band == "priority":
+        return round(QUIET_SHARE * NS_PER_S) - round(PROTECTED_SHARE * NS_PER_S)
+    return round(let_in_s(1) * QUIET_SHARE / QUEUE_SHARE * NS_PER_S) - round(let_in_s(1) * NS_PER_S)
+
+
+def full_and_quiet(idle_ttft_ns: int, **facts) -> _Asked:
+    """A request for a model whose queue is full, and whose worker has work for half of the promise."""
+    full = at("large", ahead_s=1, is_full=True, is_late=False, backlog_ns=1_100_000_002)
+    asker = Tenant(id=TenantId("t"), band="priority", degrade="never")
+    return ask(tenant=asker, **facts), loads(replace(full, idle_ttft_ns=idle_ttft_ns))
+
+
 @given(known_and_whole(), st.sampled_from([0, 1000]), st.booleans())
+@example((full_and_quiet(0, prompt_tokens=0), full_and_quiet(400_000_001)), 0, False)
 @settings(max_examples=500)
 def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any_prompt(
     both, length: int, waits: bool
@@ -469,12 +488,12 @@ def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any
         return admission(waits=waits, served=served)
 
     before, decided = made().refuses_any(0, *empty), made().decide(0, *whole)
+    facts, look = empty
     if before is not None:
         assert reason(decided) == reason(before)
-        assert retry_after_ns(decided) >= retry_after_ns(before), (
-            "it may wait less long, so it comes back later"
-        )
-    (facts, look), same = empty, made().decide(0, *empty)
+        earliest_ns = retry_after_ns(before) - sooner_ns_max(facts, look("large"))
+        assert retry_after_ns(decided) >= earliest_ns, "it may wait less long, so it comes back later"
+    same = made().decide(0, *empty)
     if look("large").ready and effective_degrade(facts.degrade, facts.tenant) == "never":
         assert (before is not None) == isinstance(same, Refused), "no prompt is made in vain"
 

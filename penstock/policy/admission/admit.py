@@ -246,7 +246,9 @@ class AdmissionControl:
 
         A longer prompt is never let in where a shorter one is refused: what goes before it, and what it is
         compared with, are the same, or its own computation makes them worse. So a refusal under overload
-        needs no prompt to be rendered and tokenized, which costs more than everything else about it.
+        needs no prompt to be rendered and tokenized, which costs more than everything else about it. Where
+        a queue is full in a quiet time, `decide` may say a time to come back that is sooner: the promise to a
+        longer prompt is longer, and lets it wait up to `QUIET_SHARE`.
         """
         load = look(facts.route)
         if not load.ready or (load.trouble is not None and load.trouble.why):
