@@ -22,6 +22,7 @@ from penstock.policy.flow import Outcome
 
 TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 6.0, 10.0
 PROCESSES, MODELLED_SECONDS = 2, 8.0
+SLOWDOWN_MAX = 3.0
 pytestmark = pytest.mark.alone
 
 
@@ -91,16 +92,18 @@ def test_what_is_let_in_is_answered_in_time(overloaded: SimpleNamespace) -> None
     answered, promise = [each for each in overloaded.load.asked if each.ok], overloaded.judge.promise
     slowdown = overloaded.slowdown
     assert len(answered) > 10
-    in_time = sum(each.ttft_ns <= slowdown * promise(each).ttft_ns for each in answered)
-    steady = sum(each.tpot_ns <= 1.25 * slowdown * promise(each).tpot_ns for each in answered)
-    assert in_time >= 0.8 * len(answered), (slowdown, overloaded.figures)
-    assert steady >= 0.7 * len(answered), (slowdown, overloaded.figures)
     shares = {
         band: sum(each.ok for each in load) / len(load)
         for band in ("priority", "default")
         if (load := [each for each in overloaded.load.asked if each.sender.band == band])
     }
     assert shares["priority"] > shares["default"], "the higher band goes first; `bulk` has ten times as long"
+    if slowdown > SLOWDOWN_MAX:
+        pytest.skip("others had two thirds of this machine: what is left of a promise proves nothing")
+    in_time = sum(each.ttft_ns <= slowdown * promise(each).ttft_ns for each in answered)
+    steady = sum(each.tpot_ns <= 1.25 * slowdown * promise(each).tpot_ns for each in answered)
+    assert in_time >= 0.8 * len(answered), (slowdown, overloaded.figures)
+    assert steady >= 0.7 * len(answered), (slowdown, overloaded.figures)
 
 
 def test_what_is_refused_is_told_when_to_come_back(overloaded: SimpleNamespace) -> None:
