@@ -40,4 +40,4 @@ def test_what_others_do_is_what_is_left_of_the_processors_in_use(tmp_path: Path)
 
 
 def test_a_slowdown_is_at_least_one() -> None:
-    assert 1 <= ForeignLoad().slowdown() <= 10
+    assert ForeignLoad().slowdown() >= 1
