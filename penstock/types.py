@@ -35,7 +35,8 @@ class FinishReason(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is drawn, and when to stop. Ranges are checked where requests are parsed.
 
-    Stop *strings* are not here: the code that turns tokens into text watches for those.
+    Stop *strings* are not here: the code that turns tokens into text watches for those. Not by keyword alone:
+    one is made for every request, in this order.
     """
 
     temperature: float = 1.0

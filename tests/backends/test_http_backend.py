@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 import uvloop
@@ -19,6 +19,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import make_backend
 from penstock.backends.http.terms import HttpBackendLimits
 from penstock.errors import ConfigError, EngineFault, StreamBroken, WorkerUnavailable
+from penstock.protocol.needs import Constraint
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -223,20 +224,56 @@ def test_what_a_vllm_worker_is_sent() -> None:
     run(server, "vllm", check)
 
 
-def test_plain_requests_to_vllm_are_sent_what_all_are() -> None:
-    samplings = [
-        SamplingParams(temperature=0.0, max_tokens=7, stop_token_ids=(256,)),
-        SamplingParams(top_p=0.5, min_p=0.1, seed=9, presence_penalty=1.0, logprobs=2, min_tokens=1),
-        SamplingParams(frequency_penalty=0.5, repetition_penalty=1.5, top_k=3, logit_bias=((7, 1.5),)),
-        SamplingParams(prompt_logprobs=1),
-    ]
-    dialect = VllmDialect("served", has_priorities=True)
-    for number, sampling in enumerate(samplings * 2):
-        for more in ({}, {"cache_salt": b"t"}, {"adapter": "a"}, {"priority": 2}, {"resumed": (9,)}):
-            request = GenerateRequest(
-                request_id=RequestId(f'"{number}'), prompt_token_ids=(1, number), sampling=sampling
-            )
-            request = replace(request, **more)
+OTHER_SAMPLING: Mapping[str, object] = {
+    "temperature": 0.0,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": ((7, 1.5),),
+    "bad_words": ((7, 8),),
+    "allowed_token_ids": (7, 8),
+    "min_tokens": 1,
+    "seed": 9,
+    "max_tokens": 7,
+    "stop_token_ids": (256,),
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+}
+OTHER: Mapping[str, object] = {
+    "request_id": '"r',
+    "prompt_token_ids": (2,),
+    "skip_special_tokens": False,
+    "adapter": "a",
+    "cache_salt": b"t",
+    "priority": 2,
+    "constraint": Constraint(structured={"choice": ["a"]}),
+    "resumed": (9,),
+}
+
+
+def test_every_field_of_sampling_has_another_value() -> None:
+    assert tuple(OTHER_SAMPLING) == SamplingParams.__struct_fields__
+    assert all(getattr(SamplingParams(), name) != value for name, value in OTHER_SAMPLING.items())
+
+
+@pytest.mark.parametrize("name", [*OTHER_SAMPLING, *OTHER, "fields"])
+def test_what_two_requests_to_vllm_differ_in_is_sent(name: str) -> None:
+    """Beginnings of bodies are kept by what is in them."""
+    first = GenerateRequest(
+        request_id=RequestId("r"), prompt_token_ids=(1, 2), sampling=SamplingParams(), resumed=()
+    )
+    if name in OTHER_SAMPLING:
+        second = replace(first, sampling=replace(first.sampling, **{name: OTHER_SAMPLING[name]}))
+    elif name == "fields":
+        second = replace(first, constraint=Constraint(fields={"bad_words": ["a"]}))
+    else:
+        second = replace(first, **{name: OTHER[name]})
+    for requests in ((first, second, first), (second, first, second)):
+        dialect = VllmDialect("served", has_priorities=True)
+        for request in requests:
             sent = dialect.submission(request)
             plain = VllmDialect("served", has_priorities=True)._submission(request)
             assert sent.path == plain.path
