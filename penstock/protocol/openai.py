@@ -21,7 +21,8 @@ from msgspec import Meta
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Meta(ge=1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TOKEN_ID_MAX = 2**31 - 1
+TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 NumTop = Annotated[int, Meta(ge=0)]
 """Alternatives to show beside a token."""
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

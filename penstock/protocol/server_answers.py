@@ -6,7 +6,14 @@ Lenient: unknown fields are ignored and each known one may be missing.
 
 import msgspec
 
-from penstock.protocol.openai import AnswerToolCall, ChatLogprobs, CompletionLogprobs, ErrorBody, UsageBody
+from penstock.protocol.openai import (
+    AnswerToolCall,
+    ChatLogprobs,
+    CompletionLogprobs,
+    ErrorBody,
+    TokenId,
+    UsageBody,
+)
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -69,7 +76,7 @@ class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True, gc=False)
     """`choices[]` of a plain completion's event, with the extensions of vLLM and TensorRT-LLM."""
 
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None

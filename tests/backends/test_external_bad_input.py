@@ -300,6 +300,8 @@ def test_what_breaks_after_the_finish_costs_nothing() -> None:
         b'data: {"choices": [{"index": 0, "text": "\xff\xfe", "token_ids": [1]}]}\n\n',
         b'data: {"choices": [{"index": 0, "text": 7}]}\n\n',
         b'data: {"choices": [{"index": 0, "token_ids": ["x"]}]}\n\n',
+        b'data: {"choices": [{"index": 0, "text": "x", "token_ids": [-1]}]}\n\n',
+        b'data: {"choices": [{"index": 0, "text": "x", "token_ids": [4294967295]}]}\n\n',
         b"data: [1, 2]\n\n",
         b"data: " + b"x" * 4096 + b"\n\n",
         b"data: " + b"x" * 4096,

@@ -15,14 +15,15 @@ from test_envelope import READERS, WORDS, block_of, event
 from penstock.backends.base import Finish, GenerateRequest
 from penstock.backends.http.chunks import Holes
 from penstock.backends.http.context import LeavingStream, StreamContext
-from penstock.backends.http.dialects.base import Piece, joined
+from penstock.backends.http.dialects.base import AtOnce, Piece, joined
 from penstock.backends.http.envelope import Forms
 from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import HTTP_LIMITS, Anomaly
 from penstock.backends.http.to_end import read_to_end
 from penstock.clock import ManualClock
+from penstock.errors import EngineFault, WorkerUnavailable
 from penstock.text.detokenizer import PieceTokens
-from penstock.types import RequestId, SamplingParams
+from penstock.types import FinishReason, RequestId, SamplingParams
 
 TOKENIZER = byte_tokenizer()
 PIECES = PieceTokens(TOKENIZER)
@@ -50,12 +51,12 @@ class Owner:
 
 
 def received(
-    kind: str, reads: Sequence[bytes], model: str, request: GenerateRequest, *, at_once: bool = True
+    kind: str, reads: Sequence[bytes], model: str, request: GenerateRequest, *, at_once: bool | AtOnce = True
 ) -> tuple[Any, ...]:
     """What a stream makes of these reads of an answer's body, also of one that reads nothing `at_once`."""
     owner, recorder = Owner(), Recorder()
     context = StreamContext(TOKENIZER, PIECES, Holes(PIECES), Forms(), ManualClock(), owner, HTTP_LIMITS)
-    made = type("Reader", (READERS[kind],), {} if at_once else {"events_at_once_max": 0})
+    made = type("Reader", (READERS[kind],), {} if at_once is True else {"at_once": at_once or None})
     reader = made(request)
     stream = HttpStream(context, request, recorder, reader, model=model, trusts_prompt=False, may_move=True)
     stream.on_response(200, {b"content-type": b"text/event-stream"})
@@ -158,7 +159,10 @@ def test_of_many_texts_none_is_read_at_once() -> None:
     assert at_once("vllm", encoded(answer("vllm", [" a"] * 200))) is not None
 
 
+NO_ID = (-1, 2**31, 2**32 - 1, 2**63, 10**30)
 texts = st.text(max_size=12) | st.sampled_from(WORDS)
+token_ids = st.integers(0, 256) | st.sampled_from([257, 100_000, 2**31 - 1, *NO_ID])
+"""Also some that the tokenizer does not know, and some that are none."""
 ends = st.fixed_dictionaries(
     {},
     optional={
@@ -169,17 +173,48 @@ ends = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.parametrize("no_id", NO_ID)
+@pytest.mark.parametrize("reads", [1, 2])
+def test_an_answer_of_full_length_with_an_id_that_is_none_is_not_charged(no_id: int, reads: int) -> None:
+    sampling = msgspec.structs.replace(REQUEST.sampling, max_tokens=1)
+    request = msgspec.structs.replace(REQUEST, sampling=sampling)
+    made = answer("vllm", ["a"], finish_reason="length")
+    made[0]["choices"][0]["token_ids"] = [no_id]
+    blocks = [block_of(each) for each in (encoded(made), [b"[DONE]"])]
+    text, ids, _, reason, usage, _, error, resume, odd = received(
+        "vllm", [b"".join(blocks)] if reads == 1 else blocks, "served", request
+    )
+    assert (text, ids, reason, usage.completion_tokens) == ("", [], FinishReason.ERROR, 0)
+    assert error is not None
+    assert error[0] is WorkerUnavailable  # Another worker is asked.
+    assert resume == ()
+    assert odd == [Anomaly.CORRUPT]
+
+
+def test_an_answer_that_cannot_be_taken_is_not_charged() -> None:
+    sampling = msgspec.structs.replace(REQUEST.sampling, max_tokens=1)
+    request = msgspec.structs.replace(REQUEST, sampling=sampling)
+    piece = Piece(token_ids=(2**31,), finish=FinishReason.LENGTH, done=True)
+    whole = block_of([*encoded(answer("vllm", ["a"])), b"[DONE]"])
+    text, ids, _, reason, usage, _, error, *_ = received(
+        "vllm", [whole], "served", request, at_once=AtOnce(9, lambda lines, num_events: piece)
+    )
+    assert (text, ids, reason, usage.completion_tokens) == ("", [], FinishReason.ERROR, 0)
+    assert error is not None
+    assert error[0] is EngineFault
+
+
 @settings(max_examples=200)
 @given(
     kind=st.sampled_from(sorted(READERS)),
-    said=st.lists(st.tuples(texts, st.lists(st.integers(0, 256), max_size=3)), min_size=1, max_size=12),
+    said=st.lists(st.tuples(texts, st.lists(token_ids, max_size=3)), min_size=1, max_size=12),
     end=ends,
     more=st.lists(st.tuples(st.integers(0, 13), st.sampled_from(SAYS_MORE)), max_size=1),
     damage=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 400), st.binary(max_size=3)), max_size=1),
     has_usage=st.booleans(),
     has_done=st.booleans(),
     model=st.sampled_from(["", "served", "another"]),
-    max_tokens=st.sampled_from([3, 40]),
+    max_tokens=st.sampled_from([1, 3, 40]),
 )
 def test_whatever_comes_at_once_is_taken_as_if_it_was_cut_and_read(
     kind: str,

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.backends.http.dialects.base import NOTHING, AnswerReader, Piece, joined
+from penstock.protocol.openai import TokenId
 from penstock.protocol.stream import data_of
 
 _TRIALS_MAX = 4
@@ -57,8 +58,8 @@ _LEARNED_AT_FIRST, _ANSWERS_EACH = 16, 64
 
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(str).decode_lines
-_decode_one = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode
-_decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
+_decode_one = msgspec.json.Decoder(tuple[str, tuple[TokenId, ...]]).decode
+_decode_ids = msgspec.json.Decoder(tuple[str, tuple[TokenId, ...]]).decode_lines
 
 
 class BadEvent(ValueError):

@@ -244,9 +244,9 @@ class HttpStream:
                     return False
                 if not self._stop_ids.isdisjoint(ids):
                     return False
-                self._count += len(ids)
-                self._token_ids.extend(ids)
                 delta = Delta(self._text_of(ids), ids)
+                self._token_ids.extend(ids)
+                self._count += len(ids)
             exchange.touch()
             self._sink.on_delta(delta)
             if self._count > self._text_tokens_max:
@@ -292,10 +292,10 @@ class HttpStream:
             return False
         if len(ids) > request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
             return False
+        text = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
+        self._token_ids.extend(ids)  # Whatever may raise comes before what makes the answer a whole one.
         self._reported, self._has_ids, self._has_output = piece.usage or self._reported, True, True
         self._count, self._first_ns = len(ids), self._clock.now_ns()
-        self._token_ids.extend(ids)
-        text = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
         self._sink.on_delta(Delta(text, ids))
         if not self._done:
             self._finished(piece.finish, piece.stop)
@@ -310,9 +310,10 @@ class HttpStream:
         if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
             self._take(piece)
             return
-        self._count = count
+        text = self._text_of(ids)
         self._token_ids.extend(ids)
-        self._sink.on_delta(Delta(self._text_of(ids), ids))
+        self._count = count
+        self._sink.on_delta(Delta(text, ids))
 
     def _take_texts(self, texts: Sequence[str]) -> None:
         """The same of texts."""
@@ -489,8 +490,7 @@ class HttpStream:
 
     def _usage(self, counted: Counted | None = None) -> Usage:
         now_ns, exchange = self._clock.now_ns(), self._exchange
-        first_ns = self._first_ns or now_ns
-        held_ns = 0 if exchange is None else exchange.held_ns
+        first_ns, held_ns = self._first_ns or now_ns, 0 if exchange is None else exchange.held_ns
         return believed(
             self._reported or NOT_REPORTED, counted or self._counted(),
             prefill_ns=first_ns - self._started_ns, decode_ns=max(0, now_ns - first_ns - held_ns),

@@ -20,12 +20,14 @@ def read_to_end(block: bytes, reader: AnswerReader, num_events: int) -> Piece | 
     """Read so many whole events (`EventReader.whole`) as one, if they end an answer and say no more than the
     reader can tell at once; None: they are to be read one by one, and nothing was read.
     """
-    if num_events > reader.events_at_once_max or not block.endswith(_ENDS) or not block.startswith(_BEGINS):
+    if (at_once := reader.at_once) is None or num_events > at_once.events_max:
+        return None
+    if not block.endswith(_ENDS) or not block.startswith(_BEGINS):
         return None
     parts = block[_NUM_BEFORE:_NUM_BEHIND].split(_BETWEEN)
-    if b"\n" in b"".join(parts):  # (To count the ends of lines takes fifteen times as long.)
+    if b"\n" in b"".join(parts):  # (To count the ends of lines takes far longer.)
         return None  # Some event has more lines than one, or something else stands between two.
     try:
-        return reader.read_to_end(b"}\n{".join(parts), len(parts))
+        return at_once.read(b"}\n{".join(parts), len(parts))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None

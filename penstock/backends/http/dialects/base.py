@@ -21,9 +21,9 @@ Once output has come every error but the request's own is a `StreamBroken`: the 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from email.utils import mktime_tz, parsedate_tz
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -137,13 +137,31 @@ def joined(first: Piece, second: Piece) -> Piece | None:
     )
 
 
+class AtOnce(NamedTuple):
+    """How the last events of an answer are decoded as one."""
+
+    events_max: int
+    """With the one that says `[DONE]`."""
+    read: Callable[[bytes, int], Piece | None]
+    """Decode so many events, one on each line, without that one. None: they are to be read one by one, for
+    they say more than tokens, usage and how the answer ended.
+
+    Raises:
+        msgspec.DecodeError: they are to be read one by one, for one of them cannot be read.
+        UnicodeDecodeError: the same.
+    """
+
+
 class AnswerReader(Protocol):
     """Reads one answer's events in their order."""
 
     is_steady: bool
     """Whether an event that says nothing but text, or ids, says the same wherever it stands."""
-    events_at_once_max: int
-    """Events that `read_to_end` takes; 0: it takes none."""
+
+    @property
+    def at_once(self) -> AtOnce | None:
+        """How it reads an answer that has come whole; None: event by event, as any other."""
+        ...
 
     def read(self, event: bytes) -> Piece:
         """Decode this event.
@@ -151,17 +169,6 @@ class AnswerReader(Protocol):
         Raises:
             msgspec.DecodeError: it is not of the shape that it should have.
             UnicodeDecodeError: it is not UTF-8.
-        """
-        ...
-
-    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
-        """Decode the last events of an answer as one, without the one that says `[DONE]`: one on each line.
-        None: they are to be read one by one, for they say more than tokens, usage and how the answer ended;
-        nothing was read then.
-
-        Raises:
-            msgspec.DecodeError: they are to be read one by one, for one of them cannot be read.
-            UnicodeDecodeError: the same.
         """
         ...
 

@@ -18,6 +18,7 @@ import msgspec
 from penstock.backends.base import GenerateRequest, TextLogprob, ToolCallPiece
 from penstock.backends.http.dialects.base import (
     NOTHING,
+    AtOnce,
     HttpSubmission,
     Piece,
     ReportedUsage,
@@ -27,6 +28,7 @@ from penstock.backends.http.dialects.base import (
     said_by,
 )
 from penstock.protocol.openai import (
+    TOKEN_ID_MAX,
     AnswerToolCall,
     CalledFunction,
     CompletionLogprobs,
@@ -53,6 +55,7 @@ from penstock.types import (
 )
 
 _TOKEN_ID = "token_id:"
+_ID_DIGITS_MAX = len(str(TOKEN_ID_MAX))
 _FINISHES = {
     "stop": FinishReason.STOP,
     "eos_token": FinishReason.STOP,
@@ -112,9 +115,10 @@ def token_id_of(name: str) -> int:
         msgspec.DecodeError: it is something else.
     """
     digits = name.removeprefix(_TOKEN_ID)
-    if digits == name or not digits.isascii() or not digits.isdigit():
+    is_number = digits != name and digits.isascii() and digits.isdigit() and len(digits) <= _ID_DIGITS_MAX
+    if not is_number or (token_id := int(digits)) > TOKEN_ID_MAX:
         raise msgspec.DecodeError(f"expected a token id, got {name[:32]!r}")
-    return int(digits)
+    return token_id
 
 
 def completion_fields(request: GenerateRequest, model: str) -> dict[str, Any]:
@@ -156,12 +160,42 @@ def text_logprobs(found: CompletionLogprobs | None, num_top: int) -> tuple[TextL
     )
 
 
+def _ids_at_once(lines: bytes, num_events: int) -> Piece | None:
+    """See `AtOnce`."""
+    events = decode_completion_events(lines)
+    if len(events) != num_events:
+        return None
+    ids: list[int] = []
+    finish, stop, usage, model = None, None, None, events[0].model
+    for event in events:
+        if event.error is not None or event.object == "error" or event.model != model:
+            return None
+        usage = event.usage or usage
+        if event.choices:
+            choice = event.choices[0]
+            if finish or choice.logprobs is not None or not (choice.token_ids or choice.text == ""):
+                return None
+            ids += choice.token_ids or ()
+            finish, stop = choice.finish_reason, choice.stop_reason
+    if not finish or finish in _FAILED:
+        return None
+    counts = None if usage is None else _usage_of(usage)
+    return Piece(
+        token_ids=tuple(ids),
+        finish=finish_of(finish),
+        stop=stop,
+        usage=counts,
+        model=model or "",
+        done=True,
+    )
+
+
 class CompletionReader:
     """Reads a stream of `/v1/completions` that has text, and perhaps token ids and log-probabilities."""
 
     __slots__ = ("_num_top", "_reports_logprobs")
     is_steady = True
-    events_at_once_max = 1024
+    at_once: AtOnce | None = AtOnce(1024, _ids_at_once)
 
     def __init__(self, request: GenerateRequest) -> None:
         self._reports_logprobs = request.sampling.logprobs is not None
@@ -192,37 +226,51 @@ class CompletionReader:
             model=model,
         )
 
-    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
-        """See `AnswerReader`."""
-        events = decode_completion_events(lines)
-        if len(events) != num_events:
-            return None
-        ids, finish, stop, usage, model = list[int](), None, None, None, events[0].model
-        for event in events:
-            if event.error is not None or event.object == "error" or event.model != model:
-                return None
-            usage = event.usage or usage
-            if event.choices:
-                choice = event.choices[0]
-                if finish or choice.logprobs is not None or not (choice.token_ids or choice.text == ""):
-                    return None
-                ids += choice.token_ids or ()
-                finish, stop = choice.finish_reason, choice.stop_reason
-        if not finish or finish in _FAILED:
-            return None
-        counts = None if usage is None else _usage_of(usage)
-        return Piece(
-            token_ids=tuple(ids),
-            finish=finish_of(finish),
-            stop=stop,
-            usage=counts,
-            model=model or "",
-            done=True,
-        )
-
     def end(self) -> Piece:
         """See `AnswerReader`."""
         return NOTHING
+
+
+class TextReader(CompletionReader):
+    """Reads a stream that has no ids: its texts are read by what stands around them, so to decode a whole
+    answer as one would be in vain.
+    """
+
+    __slots__ = ()
+    at_once = None
+
+
+def _chat_at_once(lines: bytes, num_events: int) -> Piece | None:
+    """See `AtOnce`."""
+    events = decode_chat_events(lines)
+    if len(events) != num_events:
+        return None
+    texts: list[str] = []
+    finish, usage, model = None, None, events[0].model
+    for event in events:
+        if event.error is not None or event.object == "error" or event.model != model:
+            return None
+        usage = event.usage or usage
+        if event.choices:
+            choice = event.choices[0]
+            if finish or choice.logprobs is not None:
+                return None
+            finish = choice.finish_reason
+            if (delta := choice.delta) is not None:
+                if delta.tool_calls or delta.reasoning_content or delta.reasoning:
+                    return None
+                if delta.content:
+                    texts.append(delta.content)
+    if not finish:
+        return None
+    return Piece(
+        text="".join(texts),
+        parts=tuple(texts) if len(texts) > 1 else (),
+        finish=finish_of(finish),
+        usage=None if usage is None else _usage_of(usage),
+        model=model or "",
+        done=True,
+    )
 
 
 class ChatReader:
@@ -230,7 +278,7 @@ class ChatReader:
 
     __slots__ = ("_num_top",)
     is_steady = True
-    events_at_once_max = 20
+    at_once = AtOnce(20, _chat_at_once)
     """More of them are cut at what is alike in less time."""
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -255,37 +303,6 @@ class ChatReader:
             finish=finish_of(choice.finish_reason) if choice.finish_reason else None,
             usage=usage,
             model=found.model or "",
-        )
-
-    def read_to_end(self, lines: bytes, num_events: int) -> Piece | None:
-        """See `AnswerReader`."""
-        events = decode_chat_events(lines)
-        if len(events) != num_events:
-            return None
-        texts, finish, usage, model = list[str](), None, None, events[0].model
-        for event in events:
-            if event.error is not None or event.object == "error" or event.model != model:
-                return None
-            usage = event.usage or usage
-            if event.choices:
-                choice = event.choices[0]
-                if finish or choice.logprobs is not None:
-                    return None
-                finish = choice.finish_reason
-                if (delta := choice.delta) is not None:
-                    if delta.tool_calls or delta.reasoning_content or delta.reasoning:
-                        return None
-                    if delta.content:
-                        texts.append(delta.content)
-        if not finish:
-            return None
-        return Piece(
-            text="".join(texts),
-            parts=tuple(texts) if len(texts) > 1 else (),
-            finish=finish_of(finish),
-            usage=None if usage is None else _usage_of(usage),
-            model=model or "",
-            done=True,
         )
 
     def end(self) -> Piece:
@@ -418,7 +435,7 @@ class OpenAIDialect:
 
     def reader(self, request: GenerateRequest) -> CompletionReader | ChatReader:
         """See `Dialect`."""
-        return ChatReader(request) if request.is_chat else CompletionReader(request)
+        return ChatReader(request) if request.is_chat else TextReader(request)
 
 
 def _raw(value: object) -> msgspec.Raw:

@@ -23,6 +23,7 @@ from penstock.backends.http.dialects.base import (
 from penstock.backends.http.dialects.openai import EngineDialect
 from penstock.kv.hashing import namespace_of
 from penstock.protocol.needs import Constraint
+from penstock.protocol.openai import TokenId
 from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason, TokenLogprob
@@ -51,7 +52,7 @@ class _MetaInfo(msgspec.Struct):
 
 class _Event(ErrorEvent, frozen=True, kw_only=True):
     text: str | None = None
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
     meta_info: _MetaInfo | None = None
 
 
@@ -63,7 +64,7 @@ class SglangReader:
 
     __slots__ = ("_num_prompt_top", "_num_seen", "_num_top", "_text_seen")
     is_steady = False
-    events_at_once_max = 0
+    at_once = None
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
@@ -95,9 +96,6 @@ class SglangReader:
             usage=None if finish is None else _usage(meta),
             done=finish is not None,
         )
-
-    def read_to_end(self, lines: bytes, num_events: int) -> None:
-        """See `AnswerReader`."""
 
     def end(self) -> Piece:
         """See `AnswerReader`."""

@@ -21,6 +21,7 @@ from penstock.backends.http.dialects.base import (
     said_by,
 )
 from penstock.backends.http.dialects.openai import finish_of
+from penstock.protocol.openai import TokenId
 from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Capability, TokenLogprob
@@ -29,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct):
-    id: int
+    id: TokenId
     logprob: float | None = None
 
 
@@ -59,7 +60,7 @@ class TgiReader:
 
     __slots__ = ("_num_top",)
     is_steady = False
-    events_at_once_max = 0
+    at_once = None
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs
@@ -81,9 +82,6 @@ class TgiReader:
             usage=_usage(details) if details is not None else None,
             done=details is not None,
         )
-
-    def read_to_end(self, lines: bytes, num_events: int) -> None:
-        """See `AnswerReader`."""
 
     def end(self) -> Piece:
         """See `AnswerReader`."""

@@ -59,7 +59,7 @@ class TritonReader:
 
     __slots__ = ("_finish", "_num_tokens")
     is_steady = False
-    events_at_once_max = 0
+    at_once = None
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -78,9 +78,6 @@ class TritonReader:
             self._num_tokens += found.num_output_tokens
             usage = ReportedUsage(prompt_tokens=found.num_input_tokens, completion_tokens=self._num_tokens)
         return Piece(text=found.text_output, usage=usage, model=found.model_name or "")
-
-    def read_to_end(self, lines: bytes, num_events: int) -> None:
-        """See `AnswerReader`."""
 
     def end(self) -> Piece:
         """See `AnswerReader`."""
