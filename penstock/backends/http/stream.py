@@ -293,7 +293,7 @@ class HttpStream:
         if len(ids) > request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
             return False
         text = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
-        self._token_ids.extend(ids)  # Whatever may raise comes before what makes the answer a whole one.
+        self._token_ids.extend(ids)  # This may raise, so it stands before what makes the answer a whole one.
         self._reported, self._has_ids, self._has_output = piece.usage or self._reported, True, True
         self._count, self._first_ns = len(ids), self._clock.now_ns()
         self._sink.on_delta(Delta(text, ids))

@@ -45,8 +45,11 @@ from penstock.types import PLACE, RequestId, SamplingParams, places_of
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
 _DIGITS_MAX, _LABELS_MAX = 12, 16
-_NAMES = "degrade", "max-wait-ms", "session", "migration", "residency"
-_HINTS = frozenset(f"x-penstock-{name}".encode() for name in _NAMES)
+_HEADERS = (
+    b"x-penstock-degrade", b"x-penstock-max-wait-ms", b"x-penstock-session", b"x-penstock-migration",
+    b"x-penstock-residency",
+)  # fmt: skip
+_HINTS = frozenset(_HEADERS)
 SESSION_BYTES_MAX = 256
 """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
 MAX_WAIT_MS_MAX = 600_000
@@ -78,9 +81,7 @@ def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
     named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
     if not named and _HINTS.isdisjoint(headers):
         return NO_HINTS
-    degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
-    session, migration = headers.get(b"x-penstock-session"), headers.get(b"x-penstock-migration")
-    residency = headers.get(b"x-penstock-residency")
+    degrade, max_wait, session, migration, residency = [headers.get(name) for name in _HEADERS]
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
         session=named if session is None else _read_session(session, SESSION_BYTES_MAX),
@@ -229,8 +230,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
     if len(prompts) > 1:
         lengths = [len(prompt) for prompt in prompts]
         num_tokens, longest = sum(lengths), max(lengths)
-    bound, needs, user = places(tenant, hints), job.needs, request.user
-    per_prompt = job.choices_per_prompt
+    bound, needs, user, per_prompt = places(tenant, hints), job.needs, request.user, job.choices_per_prompt
     return RequestFacts(  # In the order of its fields: of so many, their names take longer than the struct.
         RequestId(job.answer_id),
         job.model.name,

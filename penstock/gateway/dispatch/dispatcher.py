@@ -353,8 +353,8 @@ class Dispatcher:
         request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
         if error is not None:
             reply.fail(error)
-        if self._look_soon():  # Something waits for the room that it leaves.
-            return
+        if self._look_soon():
+            return  # The pace learns when that asks it.
         if (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
             self.answers.soon(pace.learn)
 

@@ -167,7 +167,7 @@ class _Unfit(msgspec.Struct, frozen=True, gc=False):
     is_proven: bool
     """It is more than an estimate from a quiet time: requests did leave the queue too late to be started."""
     wait_max_ns: int
-    """The limit that its wait was compared with; 0: nothing."""
+    """The longest wait that is let in; 0: any. Of `queue_full` nothing was compared with it."""
     let_in: Pass
     """How it is let in all the same."""
 

@@ -16,12 +16,12 @@ other model lets in what it can answer in time. Nothing falls back that has give
 
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import cast
 
 import msgspec
 
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
-from penstock.policy.contracts import Health, Look, Pass
+from penstock.policy.contracts import Health, Look, Pass, Refusal, TokenHold
 from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
@@ -96,15 +96,15 @@ class Accounts:
         if facts.origin:  # They were asked where it came from.
             return None
         prompt, name = facts.prompt_tokens, facts.id
-        held: Any  # A `TokenHold`, or a `Refusal`: only that has an error.
+        held: TokenHold | Refusal
         if (levels := policies.levels) is not None and tenant.has_levels:
             key, user = facts.key_prefix, facts.user
             held = levels.reserve(now_ns, tenant, prompt, expected, key=key, user=user, request_id=name)
         else:
             held = policies.limits.reserve(now_ns, tenant, prompt, expected, request_id=name)
         if hasattr(held, "error"):
-            return Refused(name, "limits", held.error())
-        request.tokens = held
+            return Refused(name, "limits", cast("Refusal", held).error())
+        request.tokens = cast("TokenHold", held)
         price = self._first_price(facts) if policies.prices.are_any else 0
         if price or tenant.has_budget:
             if (refusal := policies.budgets.reserve(now_ns, tenant, price)) is not None:
