@@ -7,7 +7,7 @@ import sysconfig
 
 PLAIN = "plain"
 PLAIN_COST = "takes about 1.15 times the CPU for a gateway's work"
-"""Python without profile-guided optimization, beside Debian's (docs/bench.md)."""
+"""Python without profile-guided optimization, beside Debian's (docs/bench-results.md)."""
 REMEDY = "use your distribution's Python or python.org's; pyenv: PYTHON_CONFIGURE_OPTS=--enable-optimizations"
 
 

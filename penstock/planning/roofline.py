@@ -16,7 +16,7 @@ Every figure is a default that may be replaced.
 
 Memory, bandwidth and peaks are the vendors' data sheets (dense, without sparsity; links: one direction).
 Prices are what rental companies asked on demand for one of them per hour in 2025, rounded: replace them by
-your own contract's. `cpu-2` is the two-core machine that this repository's figures come from (docs/bench.md):
+your own contract's. `cpu-2` is the two-core machine that this repository's figures come from (docs/bench-results.md):
 from its own measured steps.
 
 Shapes of models, as far as they cost time and memory: named ones, and those of a `config.json`.
@@ -105,7 +105,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _device("mi300x", 192, 5.3, {"bf16": 1307, "fp8": 2615, "int8": 2615, "fp32": 163}, 448, 2.5,
             "AMD MI300X"),
         _device("cpu-2", 8, 0.02, {"bf16": 0.16, "int8": 0.32, "fp32": 0.16}, 0.1, 0.08,
-            "measured: docs/bench.md"),
+            "measured: docs/bench-results.md"),
     )
 }  # fmt: skip
 

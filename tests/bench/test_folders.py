@@ -38,6 +38,7 @@ def test_each_part_has_a_folder_that_is_described() -> None:
     assert len(folders) >= 6
     page = (ROOT / "docs" / "bench.md").read_text()
     assert [folder for folder in sorted(folders) if f"`{folder}/`" not in page] == []
+    assert set(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE)) <= folders
     assert {path.name for path in (ROOT / "bench").glob("*.py")} == {
         "__init__.py",
         "harness.py",
