@@ -16,8 +16,8 @@ Every figure is a default that may be replaced.
 
 Memory, bandwidth and peaks are the vendors' data sheets (dense, without sparsity; links: one direction).
 Prices are what rental companies asked on demand for one of them per hour in 2025, rounded: replace them by
-your own contract's. `cpu-2` is the two-core machine that this repository's figures come from (docs/bench-results.md):
-from its own measured steps.
+your own contract's. `cpu-2` is the two-core machine that this repository's figures come from
+(docs/bench-results.md): from its own measured steps.
 
 Shapes of models, as far as they cost time and memory: named ones, and those of a `config.json`.
 """
