@@ -20,8 +20,8 @@ from open_load import Asked, OpenLoad
 from penstock.bench.client import ApiResponse
 from penstock.policy.flow import Outcome
 
-TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 6.0, 10.0
-PROCESSES, MODELLED_SECONDS = 2, 8.0
+TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 5.0, 10.0
+PROCESSES, MODELLED_SECONDS = 2, 6.0
 SLOWDOWN_MAX = 3.0
 pytestmark = pytest.mark.alone
 
@@ -54,7 +54,7 @@ class Kept(OpenLoad):
 def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """Two gateway processes and a real engine, under six times what it answers to a closed loop; stopped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overload, "CLOSED_S", 4.0)
+        patch.setattr(overload, "CLOSED_S", 3.0)
         patch.setattr(overload, "OpenLoad", Kept)
         place = tmp_path_factory.mktemp("overload")
 

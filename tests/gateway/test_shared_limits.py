@@ -37,10 +37,10 @@ from penstock.policy.terms import SharedTerms
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 
-COUNT, RATE, BURST_S, TOKENS = 8, 60_000, 6.0, 20
-SECOND, BURST = RATE // 60, 6000
-LEASE_S = 0.25
-LEASE = 250  # Of a gateway: a quarter of a second's worth, which is more than 1/8 of a quarter of the burst.
+COUNT, RATE, BURST_S, TOKENS = 8, 60_000, 3.0, 20
+SECOND, BURST = RATE // 60, 3000
+LEASE_S = 0.125
+LEASE = 125  # Of a gateway: an eighth of a second's worth, which is more than 1/8 of a quarter of the burst.
 
 
 @dataclass
@@ -120,18 +120,18 @@ def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, t
     shared = {policy: {**common, "prefix": policy, "on_store_down": policy} for policy in policies}
     processes = Processes(tmp_path, shared)
     processes.go()
-    time.sleep(1.0)
+    time.sleep(0.5)
     redis.freeze()
     frozen_ns = time.monotonic_ns()
     # Longer than a share of the rate takes to repay what was spent on credit: LEASE / (SECOND / COUNT).
     time.sleep(2 * COUNT * LEASE / SECOND)
     thawed_ns = time.monotonic_ns()
     redis.thaw()
-    time.sleep(1.0)
+    time.sleep(0.5)
     redis.kill()
     time.sleep(0.5)
     redis.start()
-    time.sleep(1.5)
+    time.sleep(1.0)
     use = processes.end()
     for policy in ("closed", "local-share"):
         assert use.total(policy) >= BURST
@@ -155,7 +155,7 @@ def test_eight_processes_of_one_parent(tmp_path: Path) -> None:
     with serving(SharedTerms(lease_s=LEASE_S), path):
         processes = Processes(tmp_path, {"parent": {"lease_s": LEASE_S}}, parent=str(path))
         processes.go()
-        time.sleep(1.0)
+        time.sleep(0.5)
         use = processes.end()
     assert BURST <= use.total("parent") <= use.allowed
 
