@@ -46,7 +46,7 @@ def process_age_ns() -> int:
         # proc(5): the 22nd field, in ticks since boot; the second may have spaces, but ends with a bracket.
         ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
         boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, IndexError, ValueError):
         return 0
     return max(0, boot_ns - ticks * NS_PER_S // os.sysconf("SC_CLK_TCK"))
 

@@ -402,14 +402,13 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             spec, info.num_blocks, dtype, device,
             rounded=config.kv_dtype == "int8", products=computing.products,
         )  # fmt: skip
-        takes, report = config.adapter_slots > 0, None
-        if computing.native is not None:
-            report = planned.weights.report_when_told()
+        takes, weights = config.adapter_slots > 0, planned.weights
+        # Kernels that compute with weights as they are read them when they copy them.
+        weights.reports_each = computing.native is None or computing.precision != "native"
+        weights.report()  # The stage begins.
         model = wire_model(
-            spec, planned.weights, limits, cache, computing, takes_adapters=takes, on_copies=report
+            spec, weights, limits, cache, computing, takes_adapters=takes, on_copies=weights.report
         )
-    if report is not None:
-        report()
     on_progress("preparing kernels", 0, 0)
     sampler = sampler_of(spec.vocab_size, computing.native)
     floor = cost_floor(

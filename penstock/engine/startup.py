@@ -4,11 +4,10 @@ nothing.
 
 import resource
 from collections.abc import Callable
+from itertools import pairwise
 
 from penstock.clock import NS_PER_S, Clock
 
-SHOWN_S_MIN = 0.005
-"""Shorter phases are not told of."""
 Usage = Callable[[], tuple[float, int]]
 """Processor seconds that the process has taken, and its page faults."""
 
@@ -25,25 +24,22 @@ class StartUp:
     def __init__(self, clock: Clock, *, age_ns: int, usage: Usage = own_usage) -> None:
         """The process is `age_ns` old; that was "starting"."""
         self._clock, self._usage = clock, usage
-        self._began_ns = self._since_ns = clock.now_ns() - age_ns
-        self._phase, self._used = "starting", (0.0, 0)
-        self._parts = list[str]()
+        self._begun = [("starting", clock.now_ns() - age_ns, (0.0, 0))]
 
     def begins(self, phase: str) -> None:
         """The phase `phase` begins, unless it is the one that runs."""
-        if phase == self._phase:
-            return
-        now_ns, used = self._clock.now_ns(), self._usage()
-        wall_s, taken_s = (now_ns - self._since_ns) / NS_PER_S, used[0] - self._used[0]
-        if wall_s >= SHOWN_S_MIN:
-            self._parts.append(f"{self._phase} {wall_s:.2f} ({taken_s:.2f})")
-        self._phase, self._since_ns, self._used = phase, now_ns, used
+        if phase != self._begun[-1][0]:
+            self._begun.append((phase, self._clock.now_ns(), self._usage()))
 
     def report(self) -> str:
         """The line, now that the process is ready: seconds by phase, processor seconds in brackets."""
-        self.begins("")
-        whole_s, (taken_s, faults) = (self._since_ns - self._began_ns) / NS_PER_S, self._used
+        self.begins("ready")
+        whole_s, (taken_s, faults) = (self._begun[-1][1] - self._begun[0][1]) / NS_PER_S, self._begun[-1][2]
+        parts = (
+            f"{phase} {(until_ns - since_ns) / NS_PER_S:.2f} ({after[0] - before[0]:.2f})"
+            for (phase, since_ns, before), (_, until_ns, after) in pairwise(self._begun)
+        )
         return (
             f"ready after {whole_s:.2f} s ({taken_s:.2f} s of processor time, {faults:,} page faults): "
-            f"{', '.join(self._parts)}"
+            f"{', '.join(parts)}"
         )

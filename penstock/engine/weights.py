@@ -35,7 +35,10 @@ class Weights:
         self._keeps = keeps
         self._wanted = {weight.key: weight for weight in wanted}
         self._whole, self._parts, self._num_bytes, self._on_progress = whole, parts, num_bytes, on_progress
-        self._total, self._on_take = sum(map(num_bytes, wanted)), self._report
+        self._total = sum(map(num_bytes, wanted))
+        self.reports_each = True
+        """Whether a weight is reported when it is taken. Not for a caller who takes weights as they lie in a
+        mapped file and reads them later: that one calls `report`."""
         self.num_bytes_left = self._total
         """Of those that were not taken yet, in memory."""
 
@@ -43,12 +46,9 @@ class Weights:
         """Whether it can be taken still."""
         return key in self._wanted
 
-    def report_when_told(self) -> Callable[[], None]:
-        """From now on a weight that is taken is not reported at once: what this returns reports all that
-        were. For a caller who takes them as they lie in a mapped file, and reads them later.
-        """
-        self._on_take = _nothing
-        return self._report
+    def report(self) -> None:
+        """Report how much was taken."""
+        self._on_progress(self._total - self.num_bytes_left, self._total)
 
     def take(self, key: str) -> Tensor:
         """See `WeightSource`.
@@ -92,14 +92,8 @@ class Weights:
 
     def _taken(self, weight: Weight) -> None:
         self.num_bytes_left -= self._num_bytes(weight)
-        self._on_take()
-
-    def _report(self) -> None:
-        self._on_progress(self._total - self.num_bytes_left, self._total)
-
-
-def _nothing() -> None:
-    pass
+        if self.reports_each:
+            self.report()
 
 
 def fused(

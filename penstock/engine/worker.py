@@ -179,10 +179,10 @@ class EngineLife:
         """The engine, awake; None where it stays asleep."""
         began_ns = self._clock.now_ns()
         self._ready.clear()  # There is nothing to drain.
+        # A wake-up is no start: the gateways are told how long one takes.
+        on_stage = (lambda stage: None) if was_asleep else self._startup.begins
         try:
-            core, info = load(
-                self._bed.launch, self._server, self._clock, self._startup.begins, wakes=was_asleep
-            )
+            core, info = load(self._bed.launch, self._server, self._clock, on_stage, wakes=was_asleep)
         except OperatorError as error:
             if not was_asleep:
                 raise
@@ -236,7 +236,7 @@ def load(
     launch: WorkerLaunch,
     server: WorkerServer,
     clock: Clock,
-    on_stage: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None],
     *,
     wakes: bool = False,
 ) -> tuple[EngineCore, ModelInfo]:
@@ -246,9 +246,12 @@ def load(
     Raises:
         OperatorError: the model cannot be served as it is configured.
     """
-    progress = _throttled(
-        lambda stage, done, total: server.announce(Loading(stage, done, total, wakes)), clock, on_stage
-    )
+
+    def tell(stage: str, done: int, total: int) -> None:
+        on_stage(stage)
+        server.announce(Loading(stage, done, total, wakes))
+
+    progress = _throttled(tell, clock)
     progress(IMPORTING, 0, 0)
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(_imported(module), factory)
@@ -256,9 +259,10 @@ def load(
 
     def on_progress(stage: str, done: int, total: int) -> None:
         # No earlier: how much memory is free is asked before weights are read, and must not depend on how far
-        # a thread has come; and the native kernels report when all is prepared for one long call: before
-        # that, whoever holds the interpreter holds them up. One that was asleep has the vocabulary still.
-        if stage == LOADING_WEIGHTS and server.grammars is None:
+        # a thread has come; and native kernels that compute with weights as they are report the first ones
+        # when all is prepared for one long call: before that, whoever holds the interpreter holds them up.
+        # One that was asleep has the vocabulary still.
+        if stage == LOADING_WEIGHTS and done and server.grammars is None:
             vocabulary()
         progress(stage, done, total)
 
@@ -270,6 +274,7 @@ def load(
         runner.warm_up()
     on_stage("waiting for the vocabulary")
     info = _use_grammars(runner, vocabulary, server)
+    on_stage("building the engine")
     build_engine = build_vector_core if runner.info.pooling else build_core
     return build_engine(runner, launch.engine, launch.hash_key, clock), info
 
@@ -431,7 +436,7 @@ def _end_stalled(server: WorkerServer, what: str) -> None:
     os._exit(_fail(server, EngineFault(what), EXIT_FAILED))
 
 
-def _throttled(tell: Progress, clock: Clock, on_stage: Callable[[str], None]) -> Progress:
+def _throttled(tell: Progress, clock: Clock) -> Progress:
     """Pass on a new stage at once, and progress within one only every so often."""
     last_stage, last_ns = "", 0
 
@@ -440,7 +445,6 @@ def _throttled(tell: Progress, clock: Clock, on_stage: Callable[[str], None]) ->
         now_ns = clock.now_ns()
         if stage != last_stage or now_ns - last_ns >= PROGRESS_INTERVAL_NS:
             last_stage, last_ns = stage, now_ns
-            on_stage(stage)
             tell(stage, done, total)
 
     return progress

@@ -1,8 +1,10 @@
 """Checkpoints: those that load, and those that are refused with a message that says what to mend."""
 
+import gc
 import json
 import os
 import struct
+import weakref
 from pathlib import Path
 
 import pytest
@@ -99,12 +101,25 @@ def test_weights_that_are_read_later_are_reported_when_they_are(directory: Path)
     seen: list[tuple[int, int]] = []
     progress = lambda done, total: seen.append((done, total))
     weights = load_weights(directory, spec, names, torch.bfloat16, progress)
-    report = weights.report_when_told()
+    weights.reports_each = False
     for weight in decoder_weights(spec, names):
         weights.take_parts(weight.key)
     assert seen == []
-    report()
+    weights.report()
     assert seen == [(2 * spec.num_parameters, 2 * spec.num_parameters)]
+
+
+def test_files_are_let_go_without_the_collector(directory: Path) -> None:
+    spec, names = read_spec(directory)
+    gc.disable()  # As for a worker that was launched asleep, whose collector leaves out what is frozen.
+    try:
+        weights = load_weights(directory, spec, names, torch.bfloat16, lambda _done, _total: None)
+        kept = weakref.ref(weights)
+        del weights
+        assert kept() is None
+        assert str(directory) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

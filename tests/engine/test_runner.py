@@ -8,6 +8,7 @@ from tiny_models import save, tiny_model
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.runner import load_runner
 from penstock.errors import ConfigError
+from penstock.protocol.worker import LOADING_WEIGHTS
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -66,14 +67,25 @@ def test_nan_of_an_earlier_owner_does_not_come_back(qwen3: Path) -> None:
     assert runner.run(plan).sampled == clean.sampled
 
 
-def test_loading_tells_its_stages(qwen3: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "reports_each"),
+    [("torch", "none", True), ("native", "none", False), ("native", "int4", True)],
+)
+def test_loading_tells_its_stages(qwen3: Path, kernels: str, quantization: str, reports_each: bool) -> None:
     stages: list[tuple[str, int, int]] = []
-    config = EngineSettings(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)
+    config = EngineSettings(
+        dtype="float32", kernels=kernels, quantization=quantization, kv_memory_bytes=1 << 20
+    )
     load_runner(qwen3, config, lambda *stage: stages.append(stage))
-    names = [name for name, _, _ in stages]
-    assert names[0] == "reading the configuration"
-    assert names[-1] == "preparing kernels"
-    assert stages[-2][1] == stages[-2][2] > 0
+    (first, _, _), *reads, (last, _, _) = stages
+    assert (first, last) == ("reading the configuration", "preparing kernels")
+    total = reads[0][2]
+    assert {(name, of) for name, _, of in reads} == {(LOADING_WEIGHTS, total)}
+    done = [done for _, done, _ in reads]
+    assert (done[0], done[-1]) == (0, total)
+    assert done == sorted(done)
+    # Weights that are copied as they are in the file are read in one go.
+    assert (len(done) > 2) == reports_each
 
 
 def test_logits_that_are_not_numbers_fail_their_request_only(tmp_path: Path) -> None:

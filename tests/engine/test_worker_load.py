@@ -22,13 +22,15 @@ def unfrozen():
 
 @pytest.mark.parametrize("has_grammars", [False, True])
 def test_the_vocabulary_is_begun_when_weights_are_read_and_once(monkeypatch, has_grammars):
-    begun, seen, shown = [], [], []
+    begun, seen, shown, stages = [], [], [], []
     monkeypatch.setattr(worker, "begin_vocabulary", begun.append)
 
     def factory(model_path, config, clock, progress):
-        for stage, done in (("reading the configuration", 0), (LOADING_WEIGHTS, 1), (LOADING_WEIGHTS, 2)):
-            progress(stage, done, 2)
-            seen.append((stage, len(begun)))
+        progress("reading the configuration", 0, 0)
+        for done in (0, 1, 2):
+            seen.append(len(begun))
+            progress(LOADING_WEIGHTS, done, 2)
+        seen.append(len(begun))
         raise CheckpointError("far enough")
 
     runners = ModuleType("runners_of_this_test")
@@ -40,7 +42,8 @@ def test_the_vocabulary_is_begun_when_weights_are_read_and_once(monkeypatch, has
         runner="runners_of_this_test:factory",
     )  # fmt: skip
     with pytest.raises(CheckpointError):
-        worker.load(launch, server, SystemClock())
+        worker.load(launch, server, SystemClock(), stages.append)
     count = 0 if has_grammars else 1
-    assert seen == [("reading the configuration", 0), (LOADING_WEIGHTS, count), (LOADING_WEIGHTS, count)]
+    assert seen == [0, 0, count, count]
     assert [each.stage for each in shown][-1] == LOADING_WEIGHTS
+    assert stages == [each.stage for each in shown]

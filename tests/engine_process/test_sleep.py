@@ -152,6 +152,7 @@ def test_orders_and_ends_reach_a_sleeper() -> None:
         client.send(Drain())
         wait_gone(worker.process.pid)
         assert worker.exit_code() == 0
+        assert worker.errors().count("ready after") == 1, "a wake-up is no start"
 
 
 def test_launched_asleep_it_says_what_it_would_take() -> None:

@@ -1,6 +1,7 @@
 """Real worker processes, spoken to over their socket."""
 
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -246,11 +247,16 @@ def test_no_library_starts_a_thread_before_the_worker_has_blocked_its_signals() 
     assert done.stdout == "set()\n"
 
 
-def test_an_idle_worker_drains_at_once() -> None:
+def test_an_idle_worker_drains_at_once_and_has_said_where_its_start_went() -> None:
     with raw_worker() as worker:
         worker.connect().until_kind(Ready)
         worker.process.terminate()
         assert worker.exit_code() == 0
+        told = re.search(r"^ready after \d+\.\d\d s \(.* page faults\): (.*)$", worker.errors(), re.MULTILINE)
+        assert told is not None
+        phases = re.findall(r"([a-z ]+) \d+\.\d\d \(\d+\.\d\d\)", told[1])
+        assert phases[:2] == ["starting", "importing"]
+        assert phases[-1] == " building the engine"
 
 
 def test_a_crash_in_a_step_is_told_and_ends_the_process() -> None:

@@ -269,6 +269,7 @@ class NativeDecoder:
             self._head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
             head, is_table = self._head.struct, spec.tied_head and self._head.kind is not Type.I8
             self._kept.append(self._head)
+        final_norm = self._norm(spec, weights, "final_norm")
         packer.finish()
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, cache.tensor]
@@ -276,7 +277,7 @@ class NativeDecoder:
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = PsDecoder(
             layers=layers, embedding=None if is_table else self._keep(embedding.clone()), head=head,
-            final_norm=self._norm(spec, weights, "final_norm"),
+            final_norm=final_norm,
             cache=LayerCache(cache.tensor, 0, cache.dtype).struct,
             layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
             intermediate=spec.intermediate_size, num_blocks=cache.tensor.shape[0],

@@ -21,7 +21,7 @@ class Packing:
     and leaves the interpreter to other threads for as long.
 
     Values of a mapped file wait where they lie, at most `MAPPED_BYTES_MAX` of them: the copies read the file,
-    while progress is reported as weights are taken, so the bound keeps that report true. Other values,
+    and whoever reports progress before them (`on_copies`) is ahead of it by no more than that. Other values,
     rounded or converted, are in memory twice while they wait: at most `WAITING_BYTES_MAX` of them do.
 
     Weights lie one behind the other in huge pages. A page of the usual size where each begins and ends, and

@@ -121,12 +121,12 @@ static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i sig
 struct Bytes64 {
   __m512i v;
 };
-static inline Bytes64 zero_ints() { return {_mm512_setzero_si512()}; }
 static inline Bytes64 load_ints(const void *p) { return {_mm512_loadu_si512(p)}; }
-static inline void store(int32_t *p, Bytes64 a) { _mm512_storeu_si512(p, a.v); }
 static inline Bytes64 low_nibbles(Bytes64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline Bytes64 high_nibbles(Bytes64 a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
 #ifdef __AVX512VNNI__
+static inline Bytes64 zero_ints() { return {_mm512_setzero_si512()}; }
+static inline void store(int32_t *p, Bytes64 a) { _mm512_storeu_si512(p, a.v); }
 static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) { return {dot_bytes(acc.v, w.v, _mm512_set1_epi32(x))}; }
 #else
 static inline Bytes64 dot_two(Bytes64 w, int32_t x) { return {_mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x))}; }
@@ -278,13 +278,8 @@ static inline PairInput spread_pair(const bf16 *x) {
 struct Bytes64 {
   __m256i a, b;
 };
-static inline Bytes64 zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline Bytes64 load_ints(const void *p) {
   return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
-}
-static inline void store(int32_t *p, Bytes64 x) {
-  _mm256_storeu_si256((__m256i *)p, x.a);
-  _mm256_storeu_si256((__m256i *)p + 1, x.b);
 }
 static inline Bytes64 low_nibbles(Bytes64 x) {
   __m256i mask = _mm256_set1_epi8(15);
