@@ -252,9 +252,9 @@ def test_an_idle_worker_drains_at_once_and_has_said_where_its_start_went() -> No
         worker.connect().until_kind(Ready)
         worker.process.terminate()
         assert worker.exit_code() == 0
-        told = re.search(r"^ready after \d+\.\d\d s \(.* page faults\): (.*)$", worker.errors(), re.MULTILINE)
-        assert told is not None
-        phases = re.findall(r"([a-z][a-z ]*) \d+\.\d\d \(\d+\.\d\d\)", told[1])
+        line = re.search(r"^ready after \d+\.\d\d s \(.* page faults\): (.*)$", worker.errors(), re.MULTILINE)
+        assert line is not None
+        phases = re.findall(r"([a-z][a-z ]*) \d+\.\d\d \(\d+\.\d\d\)", line[1])
         assert phases[:2] == ["starting", "importing"]
         assert phases[-1] == "building the engine"
 
