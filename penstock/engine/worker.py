@@ -180,7 +180,7 @@ class EngineLife:
         began_ns = self._clock.now_ns()
         self._ready.clear()  # There is nothing to drain.
         # A wake-up is no start: the gateways are told how long one takes.
-        on_stage = (lambda stage: None) if was_asleep else self._startup.begins
+        on_stage: Callable[[str], None] = (lambda stage: None) if was_asleep else self._startup.begins
         try:
             core, info = load(self._bed.launch, self._server, self._clock, on_stage, wakes=was_asleep)
         except OperatorError as error:
