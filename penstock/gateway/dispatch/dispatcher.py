@@ -354,7 +354,7 @@ class Dispatcher:
         if error is not None:
             reply.fail(error)
         if self._look_soon():
-            return  # The pace learns when that asks it.
+            return  # That dispatch asks the pace, which learns first.
         if (pace := request.model_queue.pace).has_lesson:  # When its client has its answer.
             self.answers.soon(pace.learn)
 
