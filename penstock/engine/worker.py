@@ -179,10 +179,10 @@ class EngineLife:
         """The engine, awake; None where it stays asleep."""
         began_ns = self._clock.now_ns()
         self._ready.clear()  # There is nothing to drain.
-        # A wake-up is no start: the gateways are told how long one takes.
-        on_stage: Callable[[str], None] = (lambda stage: None) if was_asleep else self._startup.begins
+        place = self._bed.launch, self._server, self._clock
         try:
-            core, info = load(self._bed.launch, self._server, self._clock, on_stage, wakes=was_asleep)
+            # A wake-up is no start: the gateways are told how long one takes.
+            core, info = load(*place, wakes=True) if was_asleep else load(*place, self._startup.begins)
         except OperatorError as error:
             if not was_asleep:
                 raise
@@ -236,7 +236,7 @@ def load(
     launch: WorkerLaunch,
     server: WorkerServer,
     clock: Clock,
-    on_stage: Callable[[str], None],
+    on_stage: Callable[[str], None] = lambda stage: None,
     *,
     wakes: bool = False,
 ) -> tuple[EngineCore, ModelInfo]:
@@ -437,13 +437,13 @@ def _end_stalled(server: WorkerServer, what: str) -> None:
 
 
 def _throttled(tell: Progress, clock: Clock) -> Progress:
-    """Pass on a new stage at once, and progress within one only every so often."""
+    """Pass on a new stage and its end at once, and progress within one only every so often."""
     last_stage, last_ns = "", 0
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal last_stage, last_ns
         now_ns = clock.now_ns()
-        if stage != last_stage or now_ns - last_ns >= PROGRESS_INTERVAL_NS:
+        if stage != last_stage or 0 < total == done or now_ns - last_ns >= PROGRESS_INTERVAL_NS:
             last_stage, last_ns = stage, now_ns
             tell(stage, done, total)
 

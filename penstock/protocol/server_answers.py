@@ -79,7 +79,7 @@ class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True, gc=False)
     token_ids: list[TokenId] | None = None
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | TokenId | None = None
 
 
 class CompletionEvent(ErrorEvent, frozen=True, kw_only=True, gc=False):

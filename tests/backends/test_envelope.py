@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import AnswerReader, Piece
-from penstock.backends.http.dialects.openai import ChatReader, CompletionReader
+from penstock.backends.http.dialects.openai import ChatReader, CompletionReader, TextReader
 from penstock.backends.http.dialects.tgi import TgiReader
 from penstock.backends.http.dialects.vllm import VllmReader
 from penstock.backends.http.envelope import BadEvent, Envelopes, FormKey, Forms
@@ -21,7 +21,7 @@ from penstock.types import RequestId, SamplingParams
 REQUEST = GenerateRequest(
     request_id=RequestId("r"), prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=100)
 )
-READERS = {"chat": ChatReader, "completion": CompletionReader, "vllm": VllmReader}
+READERS = {"chat": ChatReader, "completion": CompletionReader, "text": TextReader, "vllm": VllmReader}
 HEAD = {"id": "c-1", "created": 1_763_770_000, "model": "served"}
 
 

@@ -137,12 +137,12 @@ async def small_is_served(port: int, streams: Sequence[Stream]) -> None:
 
 async def are_at_the_engine(port: int, streams: int) -> None:
     """So many run there, or have yielded their rows: the engine waits for no reader, and what has ended has
-    left it. Its figures come twice a second; after four changes each process has some that are younger than
+    left it. Its figures come twice a second; after three changes each process has some that are younger than
     the last answer.
     """
     steps = set[float]()
     async with asyncio.timeout(PATIENCE_S):  # An engine with nothing to do makes no steps.
-        while len(steps) < 5:
+        while len(steps) < 4:
             figures = await asyncio.to_thread(engine_figures, port)
             steps.add(figures["steps_total"])
             await asyncio.sleep(0.1)

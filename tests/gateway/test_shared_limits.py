@@ -131,7 +131,7 @@ def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, t
     redis.kill()
     time.sleep(0.5)
     redis.start()
-    time.sleep(1.0)
+    time.sleep(1.5)
     use = processes.end()
     for policy in ("closed", "local-share"):
         assert use.total(policy) >= BURST

@@ -29,12 +29,12 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
-_Logprob = tuple[float | None, int, str | None]
+_Logprob = tuple[float | None, TokenId, str | None]
 
 
 class _FinishReason(msgspec.Struct):
     type: str
-    matched: int | str | None = None
+    matched: TokenId | str | None = None
     message: str | None = None
     status_code: int | None = None
 
