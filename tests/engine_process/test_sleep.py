@@ -47,6 +47,7 @@ def fall_asleep(worker: RawWorker, client: Client) -> Asleep:
 
 
 def test_a_real_model_gives_its_memory_back_and_comes_back_the_same() -> None:
+    # Warming up touches all of so small a cache: nothing is left to be committed later.
     with raw_worker(
         model_path=MODEL, runner=REAL, threads=1, dtype="float32", kv_memory_bytes=4 << 20
     ) as worker:
