@@ -22,7 +22,6 @@ from penstock.backends.http.client import HttpClient, _Connection
 from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.openai import ChatReader
 from penstock.backends.http.dialects.vllm import VllmReader
-from penstock.backends.http.envelope import Forms
 from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import Anomaly, HttpAddress, HttpLimits
 from penstock.clock import ManualClock
@@ -78,9 +77,7 @@ class Received:
 class Played:
     """A stream over a connection whose reads are given; `whole`: it may take reads whole."""
 
-    def __init__(
-        self, kind: str, *, whole: bool, limits: HttpLimits | None = None, forms: Forms | None = None
-    ) -> None:
+    def __init__(self, kind: str, *, whole: bool, limits: HttpLimits | None = None) -> None:
         clock, self.received, limits = ManualClock(), Received(), limits or HttpLimits()
         client = HttpClient(HttpAddress.parse("http://localhost:1"), limits, clock)
         self.transport = FakeTransport()
@@ -90,7 +87,7 @@ class Played:
         tokenizer = byte_tokenizer()
         pieces = PieceTokens(tokenizer)
         self.holes = Holes(pieces)
-        context = StreamContext(tokenizer, pieces, self.holes, forms or Forms(), clock, self.received, limits)
+        context = StreamContext(tokenizer, pieces, self.holes, clock, self.received, limits)
         sampling = SamplingParams(max_tokens=10_000)
         request = GenerateRequest(request_id=RequestId("r"), prompt_token_ids=(1,), sampling=sampling)
         stream = HttpStream(
@@ -130,10 +127,9 @@ def play(
     *,
     whole: bool,
     limits: HttpLimits | None = None,
-    forms: Forms | None = None,
 ) -> Played:
     async def inside() -> Played:
-        played = Played(kind, whole=whole, limits=limits, forms=forms)
+        played = Played(kind, whole=whole, limits=limits)
         for each in reads:
             played.read(each)
         return played
@@ -286,18 +282,16 @@ ENDS = {
 def test_an_answer_in_one_read_is_passed_on_at_once_and_says_the_same(
     kind: str, end: str, is_finished: bool
 ) -> None:
-    forms = Forms()
-    for name in ("c", "d"):  # The second is read by the form of the first.
-        events = [event(kind, f" {i}", [65 + i]) for i in range(5)]
-        events += [event(kind, " z", [80], "stop")] if is_finished else []
-        # What follows a finish does not count, but for another name of the model.
-        body = [each.replace(b'"c"', b'"%b"' % name.encode()) for each in [*events, ENDS[end]]]
-        one = play(kind, [chunk(b"".join(body)) + b"0\r\n\r\n"], whole=True, forms=forms)
-        many = play(kind, [*map(chunk, body), b"0\r\n\r\n"], whole=False)
-        assert one.outcome() == many.outcome()
-        assert one.received.num_deltas == 1
-        assert one.received.text.startswith(" 0 1 2 3 4" if kind == "chat" else "ABCDE")
-        assert "other" not in one.received.text
+    events = [event(kind, f" {i}", [65 + i]) for i in range(5)]
+    events += [event(kind, " z", [80], "stop")] if is_finished else []
+    # What follows a finish does not count, but for another name of the model.
+    body = [*events, ENDS[end]]
+    one = play(kind, [chunk(b"".join(body)) + b"0\r\n\r\n"], whole=True)
+    many = play(kind, [*map(chunk, body), b"0\r\n\r\n"], whole=False)
+    assert one.outcome() == many.outcome()
+    assert one.received.num_deltas == 1
+    assert one.received.text.startswith(" 0 1 2 3 4" if kind == "chat" else "ABCDE")
+    assert "other" not in one.received.text
 
 
 @settings(max_examples=100)
@@ -312,14 +306,12 @@ def test_an_answer_in_one_read_is_passed_on_at_once_and_says_the_same(
 def test_one_read_says_what_a_read_for_each_event_says(
     kind: str, said: list[tuple[str, list[int]]], damage: list[tuple[int, int, bytes]], end: str
 ) -> None:
-    forms = Forms()
-    play(kind, [chunk(event(kind, " a", [1]) * 3)], whole=True, forms=forms)
-    events = [event(kind, text, ids).replace(b'"c"', b'"e-1"') for text, ids in said]
+    events = [event(kind, text, ids) for text, ids in said]
     events += [event(kind, " z", [80], "length"), ENDS[end]]
     for number, place, bytes_ in damage:
         one = events[number % len(events)]
         at = place % (len(one) + 1)
         events[number % len(events)] = one[:at] + bytes_ + one[at + len(bytes_) :]
-    together = play(kind, [chunk(b"".join(events)), b"0\r\n\r\n"], whole=True, forms=forms)
+    together = play(kind, [chunk(b"".join(events)), b"0\r\n\r\n"], whole=True)
     single = play(kind, [*map(chunk, events), b"0\r\n\r\n"], whole=False)
     assert together.outcome() == single.outcome()

@@ -14,7 +14,7 @@ from penstock.backends.http.dialects.base import AnswerReader, Piece
 from penstock.backends.http.dialects.openai import ChatReader, CompletionReader, TextReader
 from penstock.backends.http.dialects.tgi import TgiReader
 from penstock.backends.http.dialects.vllm import VllmReader
-from penstock.backends.http.envelope import BadEvent, Envelopes, FormKey, Forms
+from penstock.backends.http.envelope import BadEvent, Envelopes
 from penstock.protocol.stream import EventReader
 from penstock.types import RequestId, SamplingParams
 
@@ -51,11 +51,11 @@ def one_by_one(reader: AnswerReader, events: Sequence[bytes]) -> Iterator[Piece 
 
 
 def through_envelopes(
-    kind: str, events: Sequence[bytes], reads: int, *, joins: bool, forms: Forms | None = None
+    kind: str, events: Sequence[bytes], reads: int, *, joins: bool
 ) -> tuple[list[Piece | str], int]:
     """The same by an `Envelopes`, of which the stream's part is played here; and how many were not read."""
     reader = READERS[kind](REQUEST)
-    envelopes = Envelopes(reader, forms)
+    envelopes = Envelopes(reader)
     found: list[Piece | str] = []
     num_spared = 0
     for start in range(0, len(events), reads):
@@ -121,23 +121,8 @@ def check(kind: str, events: Sequence[bytes], reads: int = 1000, *, joins: bool 
     plain = list(one_by_one(READERS[kind](REQUEST), events))
     found, num_spared = through_envelopes(kind, events, reads, joins=joins)
     assert flat(found) == flat(plain)
-    forms = taught(kind)
-    found, _ = through_envelopes(kind, events, reads, joins=joins, forms=forms)
-    assert flat(found) == flat(plain), "the same behind another answer"
-    assert said(read_through(kind, events, reads, joins=joins, forms=forms)) == said(plain)
+    assert said(read_through(kind, events, reads, joins=joins)) == said(plain)
     return num_spared
-
-
-def taught(kind: str) -> Forms:
-    """What two events of another answer have taught."""
-    forms = Forms()
-    other = {"id": "c-0", "created": 1}
-    for separators in ((", ", ": "), (",", ":")):
-        events = [json.dumps({**event(kind, " a", [1]), **other}, separators=separators).encode()] * 2
-        through_envelopes(kind, events, 2, joins=True, forms=forms)
-        if separators == (", ", ": ") and kind != "completion":
-            break  # The form that most tests' events have.
-    return forms
 
 
 def read_through(
@@ -146,11 +131,10 @@ def read_through(
     reads: int,
     *,
     joins: bool,
-    forms: Forms | None = None,
     model: str = "",
 ) -> list[Piece | str]:
     """The same by `Envelopes.read`, as a stream calls it."""
-    envelopes, found = Envelopes(READERS[kind](REQUEST), forms, model), list[Piece | str]()
+    envelopes, found = Envelopes(READERS[kind](REQUEST), model), list[Piece | str]()
     try:
         for start in range(0, len(events), reads):
             found += envelopes.read(block_of(events[start : start + reads]), joins=joins)
@@ -315,14 +299,6 @@ def test_the_end_of_an_answer_in_the_same_read_leaves_the_rest_one_run(kind: str
     assert len(found) == 3, "what is learned, one run, the end"
 
 
-class CountingForms(Forms):
-    num_kept = 0
-
-    def learn(self, key: FormKey, before: list[bytes], middle: bytes, behind: bytes) -> None:
-        self.num_kept += 1
-        super().learn(key, before, middle, behind)
-
-
 def answer(kind: str, number: int, **more: Any) -> list[bytes]:
     """One of a worker's answers, whose first event says more, as vLLM's does."""
     head = {"id": f"c-{number}", "created": 1_763_770_000 + number, **more}
@@ -332,91 +308,10 @@ def answer(kind: str, number: int, **more: Any) -> list[bytes]:
     return [json.dumps(each).encode() for each in events]
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_answers_that_differ_in_id_and_time_are_taken_apart_once(kind: str) -> None:
-    forms, reads = CountingForms(), list[int]()
-    for number in (8, 9, 10, 12_345):
-        reader = READERS[kind](REQUEST)
-        num_read, read = 0, reader.read
-
-        class Counting(READERS[kind]):  # type: ignore[misc,name-defined]
-            def read(self, event: bytes) -> Piece:
-                nonlocal num_read
-                num_read += 1
-                return read(event)  # noqa: B023 - it is used in this round.
-
-        reader = Counting(REQUEST)
-        envelopes = Envelopes(reader, forms)
-        envelopes._key = (READERS[kind], "")
-        envelopes._form = forms.of(envelopes._key)
-        events = answer(kind, number)
-        found = list(envelopes.read(block_of([*events, b"[DONE]"]), joins=True))
-        plain = list(one_by_one(READERS[kind](REQUEST), events))
-        assert said(found) == said(plain)
-        assert len(found) == 1, "one thing"
-        assert found[0].done
-        reads.append(num_read)
-    assert reads[0] > reads[1] == reads[2] == reads[3] == 2, "the first event and the last"
-    assert forms.num_kept == 1, "of the first answer's second event, which came again, not of its first"
-
-
-@pytest.mark.parametrize("reads", [1, 100])
-def test_no_form_has_the_ids_of_a_prompt(reads: int) -> None:
-    forms = CountingForms()
-    prompt = list(range(100_000, 100_200))
-    first = json.dumps(event("vllm", "", [7], prompt_token_ids=prompt)).encode()
-    last = json.dumps(event("vllm", " z", [99], finish_reason="stop")).encode()
-    middle = [json.dumps(event("vllm", f" {i}", [i])).encode() for i in range(4)]
-    for events in ([first], [first, last], [first, middle[0], last]):
-        found, _ = through_envelopes("vllm", events, reads, joins=True, forms=forms)
-        assert said(found) == said(list(one_by_one(VllmReader(REQUEST), events)))
-        assert not forms._forms, "nothing came twice"
-    through_envelopes("vllm", [first, *middle, last], reads, joins=True, forms=forms)
-    assert forms.num_kept == 1
-    [form] = forms._forms.values()
-    around = form.match.__self__.pattern + form.middle + form.behind  # type: ignore[attr-defined]
-    assert b"100000" not in around
-    _, num_spared = through_envelopes("vllm", [first, *middle, last], reads, joins=True, forms=forms)
-    assert num_spared == 4, "of all but its first event and its last"
-
-
-def test_a_form_with_much_around_its_texts_is_not_remembered() -> None:
-    for num_bytes, num_kept in ((3000, 1), (4096, 0)):
-        forms = CountingForms()
-        events = [json.dumps({**event("chat", f" {i}"), "pad": "x" * num_bytes}).encode() for i in range(3)]
-        read_through("chat", events, 3, joins=True, forms=forms)
-        assert forms.num_kept == num_kept
-
-
-def test_a_form_that_is_learned_anew_takes_the_place_of_its_own_only() -> None:
-    forms = Forms()
-    for i in range(64):
-        forms.learn((ChatReader, f"m{i}"), [b"data: {"], b"", b"}\n\n")
-    forms.learn((ChatReader, "m3"), [b"data: {"], b"", b" }\n\n")
-    first, anew = forms.of((ChatReader, "m0")), forms.of((ChatReader, "m3"))
-    assert first is not None
-    assert anew is not None
-    assert anew.behind == b" }\n\n"
-    forms.learn((ChatReader, "m64"), [b"data: {"], b"", b"}\n\n")
-    assert forms.of((ChatReader, "m0")) is None, "one too many: all begin again"
-
-
-def test_a_form_serves_only_answers_that_name_the_same_model() -> None:
-    forms = CountingForms()
-    events = [json.dumps(event("chat", word)).encode() for word in (" a", " b", " c")]
-    foreign = [each.replace(b'"served"', b'"other"') for each in events]
-    for _ in range(3):
-        found = read_through("chat", foreign, 3, joins=True, forms=forms, model="served")
-        assert found, "it is judged by who reads it"
-        assert isinstance(found[0], Piece)
-        assert found[0].model == "other", "each time"
-    assert forms.num_kept == 0
-    read_through("chat", events, 3, joins=True, forms=forms, model="served")
-    assert forms.num_kept == 1
-    first, *_ = read_through("chat", foreign, 3, joins=True, forms=forms, model="served")
-    assert isinstance(first, Piece)
-    assert first.model == "other"
-    first, second = read_through("chat", [events[0], foreign[1]], 2, joins=True, forms=forms, model="served")
+def test_an_event_of_another_model_is_not_joined_to_those_before_it() -> None:
+    events = [json.dumps(event("chat", word)).encode() for word in (" a", " b")]
+    foreign = events[1].replace(b'"served"', b'"other"')
+    first, second = read_through("chat", [events[0], foreign], 2, joins=True, model="served")
     assert isinstance(first, Piece)
     assert isinstance(second, Piece)
     assert (first.text, second.model) == (" a", "other"), "what came before it is given"
@@ -427,17 +322,6 @@ def test_an_id_with_escapes_is_read() -> None:
     check("chat", events)
     check("chat", [each.replace(b"c-7", b"c\xff7") for each in answer("chat", 7)])
     check("chat", [each.replace(b"1763770007", b"0763770007") for each in answer("chat", 7)])
-
-
-@pytest.mark.parametrize("place", ["before the text", "behind it"])
-def test_forms_that_never_come_again_are_learned_now_and_then(place: str) -> None:
-    forms = CountingForms()
-    for number in range(640):
-        name = "model" if place == "before the text" else "system_fingerprint"
-        events = answer("chat", number, **{name: f"f{number}"})[1:6]
-        found = read_through("chat", events, 5, joins=True, forms=forms)
-        assert said(found) == said(list(one_by_one(ChatReader(REQUEST), events)))
-    assert 16 <= forms.num_kept <= 16 + 10
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -16,7 +16,6 @@ from penstock.backends.base import Finish, GenerateRequest
 from penstock.backends.http.chunks import Holes
 from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.base import AtOnce, Piece, joined
-from penstock.backends.http.envelope import Forms
 from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import HTTP_LIMITS, Anomaly
 from penstock.backends.http.to_end import read_to_end
@@ -55,7 +54,7 @@ def received(
 ) -> tuple[Any, ...]:
     """What a stream makes of these reads of an answer's body, also of one that reads nothing `at_once`."""
     owner, recorder = Owner(), Recorder()
-    context = StreamContext(TOKENIZER, PIECES, Holes(PIECES), Forms(), ManualClock(), owner, HTTP_LIMITS)
+    context = StreamContext(TOKENIZER, PIECES, Holes(PIECES), ManualClock(), owner, HTTP_LIMITS)
     made = type("Reader", (READERS[kind],), {} if at_once is True else {"at_once": at_once or None})
     reader = made(request)
     stream = HttpStream(context, request, recorder, reader, model=model, trusts_prompt=False, may_move=True)

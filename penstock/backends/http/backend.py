@@ -32,7 +32,6 @@ from penstock.backends.http.client import HttpClient
 from penstock.backends.http.context import LeavingStream, StreamContext
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http.envelope import Forms
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.http.stream import HttpStream
 from penstock.backends.http.terms import Anomaly, HttpBackendLimits, NoConnection
@@ -115,8 +114,8 @@ class HttpBackend:
         )
         pieces = PieceTokens(tokenizer)
         self._stream_context = StreamContext(
-            tokenizer=tokenizer, pieces=pieces, holes=Holes(pieces), forms=Forms(), clock=tools.clock,
-            owner=self, limits=tools.config.http,
+            tokenizer=tokenizer, pieces=pieces, holes=Holes(pieces), clock=tools.clock, owner=self,
+            limits=tools.config.http,
         )  # fmt: skip
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False

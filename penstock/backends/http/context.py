@@ -4,7 +4,6 @@ from typing import NamedTuple, Protocol
 
 from penstock.backends.base import Finish
 from penstock.backends.http.chunks import Holes
-from penstock.backends.http.envelope import Forms
 from penstock.backends.http.terms import Anomaly, HttpLimits
 from penstock.clock import Clock
 from penstock.text.detokenizer import PieceTokens
@@ -43,7 +42,6 @@ class StreamContext(NamedTuple):
     tokenizer: Tokenizer
     pieces: PieceTokens
     holes: Holes
-    forms: Forms
     clock: Clock
     owner: StreamOwner
     limits: HttpLimits

@@ -15,16 +15,11 @@ compared, and they are decoded together, a line for each: a few calls into C, ho
 (To cut at all the bytes between two holes takes three times as long, since Python prepares the search for so
 long a separator again for each piece. A native scanner would have to make the same list of strings, which is
 most of the work.)
-
-One answer of a worker is as a rule like its last one but for its id and time of creation. So what stands
-around the holes is remembered for a worker with those left open (`Forms`), and an answer whose first event is
-of that form need not be taken apart.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
 import msgspec
 
@@ -42,19 +37,7 @@ _TRIAL_TEXT, _TRIAL_IDS = "\u2192 a trial", (7, 11)
 _IN_EVENT = msgspec.json.encode(_TRIAL_TEXT), b"7,11"
 _DATA = b"data: "
 """The beginning of an event's line, as a rule: the space may be missing."""
-_NAMES = re.compile(rb'("(?:id|created)": ?)("[ !#-\[\]-~]*+"|(?:0|[1-9][0-9]{0,17}+)(?=[,}]))')
-"""Values that are another answer's: an id, and when it was made."""
-_ANY = rb'"[ !#-\[\]-~]*+"', rb"(?:0|[1-9][0-9]{0,17}+)"
-"""Any string that needs no escapes, and any number."""
-_OTHERS = b'"another-1"', b"17"
 _DONE = Piece(done=True)
-_ODD_MAX = 2
-"""Events of another form that an answer may have before it is taken apart again: vLLM's first has the ids
-of the prompt beside its own."""
-_FORMS_MAX, _FORM_BYTES_MAX = 64, 4096
-"""Forms of one worker, and the bytes of one."""
-_LEARNED_AT_FIRST, _ANSWERS_EACH = 16, 64
-"""So many forms are learned of a worker, and then one for each so many answers."""
 
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(str).decode_lines
@@ -66,78 +49,16 @@ class BadEvent(ValueError):
     """An event cannot be read."""
 
 
-class _Form(NamedTuple):
-    """The bytes around the holes of all answers of one kind."""
-
-    match: Callable[[bytes, int], re.Match[bytes] | None]
-    """The bytes before an event's hole, at a place of a block."""
-    middle: bytes
-    behind: bytes
-
-
-class _Lesson(NamedTuple):
-    """An event that was taken apart, with another text in it."""
-
-    before: bytes
-    rest: bytes
-    says: Piece
-
-
-FormKey = tuple[type, str]
-"""The kind of the reader, and the model that the answer must name: what it reads depends on nothing else."""
-
-
-class Forms:
-    """The forms of one worker's answers."""
-
-    __slots__ = ("_forms", "_num_answers", "_num_learned")
-
-    def __init__(self) -> None:
-        self._forms: dict[FormKey, _Form] = {}
-        self._num_answers = self._num_learned = 0
-
-    def of(self, key: FormKey) -> _Form | None:
-        """That of the last answer of this kind which was taken apart; to be asked once for each answer."""
-        self._num_answers += 1
-        return self._forms.get(key)
-
-    @property
-    def learns(self) -> bool:
-        """Whether one more is learned. Few workers' answers differ in more than `_NAMES`: theirs are learned
-        now and then, in vain.
-        """
-        return self._num_learned < _LEARNED_AT_FIRST + self._num_answers // _ANSWERS_EACH
-
-    def learn(self, key: FormKey, before: list[bytes], middle: bytes, behind: bytes) -> None:
-        """`before` is cut around the values that are another answer's (`_NAMES.split`)."""
-        self._num_learned += 1
-        if key not in self._forms and len(self._forms) >= _FORMS_MAX:
-            self._forms.clear()
-        pattern = re.compile(_filled(before, *_ANY, plain=re.escape))
-        self._forms[key] = _Form(pattern.match, middle, behind)
-
-
 class Envelopes:
     """The text around the deltas, or the ids, of one answer's events."""
 
-    __slots__ = (
-        "_before", "_behind", "_form", "_forms", "_key", "_lesson", "_middle", "_num_odd", "_num_trials",
-        "_prefix", "_reader",
-    )  # fmt: skip
+    __slots__ = ("_before", "_behind", "_middle", "_model", "_num_trials", "_prefix", "_reader")
 
-    def __init__(self, reader: AnswerReader, forms: Forms | None = None, model: str = "") -> None:
+    def __init__(self, reader: AnswerReader, model: str = "") -> None:
         """`reader` must read an event without text before and behind in the same way at any time; see
-        `AnswerReader.is_steady`. With `forms` two of its kind must read it in the same way; `model` is the
-        name that the answer must bear.
+        `AnswerReader.is_steady`. `model` is the name that the answer must bear; empty: any.
         """
-        self._reader = reader
-        self._forms = forms if reader.is_steady else None
-        self._key: FormKey = (type(reader), model)
-        self._form = None if self._forms is None else self._forms.of(self._key)
-        self._lesson: _Lesson | None = None
-        """Of the form that is known, until a second event has it."""
-        self._num_odd = 0
-        """Events that were read although the form was known, or is not tried any more."""
+        self._reader, self._model = reader, model
         self._before = self._behind = b""
         """With the prefix of the event's line, and with its end; empty: not known."""
         self._middle = b""
@@ -181,7 +102,7 @@ class Envelopes:
 
     def _is_ours(self, model: str) -> bool:
         """Whether an answer may say that it is this model's."""
-        return not model or self._key[1] in ("", model)
+        return not model or self._model in ("", model)
 
     def sort(self, block: bytes, *, joins: bool) -> Iterator[bytes | Piece]:
         """Whole events (`EventReader.whole`) in their order: similar ones decoded, the first run of them as
@@ -194,8 +115,6 @@ class Envelopes:
             return
         at, runs, size = 0, joins, len(block)
         while at < size:
-            if not self._before and self._form is not None:
-                self._adopt(self._form, block, at)
             if (end := self._end_of_alike(block, at)) > at:
                 found = None
                 if runs:
@@ -204,8 +123,6 @@ class Envelopes:
                 if found is None:
                     found = self._run(block[at:end])
                 if found is not None:
-                    if self._lesson is not None:
-                        self._remember(self._lesson)
                     num_bytes, piece = found
                     at += num_bytes
                     yield piece
@@ -224,11 +141,6 @@ class Envelopes:
             if event is not None:
                 yield event
 
-    def _adopt(self, form: _Form, block: bytes, at: int) -> None:
-        """Take an earlier answer's form for this one's, if the event here begins so."""
-        if (found := form.match(block, at)) is not None:
-            self._before, self._middle, self._behind = found[0], form.middle, form.behind
-
     def _end_of_alike(self, block: bytes, at: int) -> int:
         """The end of the event here, if it seems to be of the form that is known; else 0 or less."""
         if not self._before or not block.startswith(self._before, at):
@@ -245,12 +157,9 @@ class Envelopes:
             return None
         holes, num_bytes = self._holes(block)
         try:
-            texts = _texts_in(holes) if num_bytes == len(block) else None
+            return _texts_in(holes) if num_bytes == len(block) else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        if self._lesson is not None and texts is not None:
-            self._remember(self._lesson)
-        return texts
 
     def ids(self, block: bytes) -> Piece | None:
         """The same of events with ids."""
@@ -258,12 +167,9 @@ class Envelopes:
             return None
         holes, num_bytes = self._holes(block)
         try:
-            piece = _ids_in(holes, self._middle) if num_bytes == len(block) else None
+            return _ids_in(holes, self._middle) if num_bytes == len(block) else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        if self._lesson is not None and piece is not None:
-            self._remember(self._lesson)
-        return piece
 
     @property
     def around(self) -> tuple[bytes, bytes, bytes]:
@@ -312,11 +218,7 @@ class Envelopes:
         if not (ids or text) or piece != Piece(token_ids=ids, text=text, model=model):
             return
         if not self._is_ours(model):
-            return  # Such an answer is refused: no other one is to be read by its form.
-        if self._before and self._form is not None:
-            self._num_odd += 1
-            if self._num_odd <= _ODD_MAX:
-                return
+            return  # Such an answer is refused.
         self._num_trials += 1
         if ids:
             self._learn_ids(event, model)
@@ -326,32 +228,23 @@ class Envelopes:
     def _learn_text(self, event: bytes, model: str) -> None:
         trial = Piece(text=_TRIAL_TEXT, model=model)
         for _, found in zip(range(_PLACES_MAX), _STRING.finditer(event), strict=False):
-            start, end = found.span(1)
-            lesson = _Lesson(event[:start], _IN_EVENT[0] + event[end:], trial)
-            if self._says(lesson.before + lesson.rest, trial):
-                self._keep(lesson, b"", event[end:])
+            before, behind = event[: found.start(1)], event[found.end(1) :]
+            if self._says(before + _IN_EVENT[0] + behind, trial):
+                self._keep(before, b"", behind)
                 return
 
     def _learn_ids(self, event: bytes, model: str) -> None:
         text, ids = _STRING.search(event), _NUMBERS.search(event)
         if text is None or ids is None or text.end(1) > ids.start(1):
             return
-        middle, behind = event[text.end(1) : ids.start(1)], event[ids.end(1) :]
-        rest = _IN_EVENT[0] + middle + _IN_EVENT[1] + behind
-        lesson = _Lesson(event[: text.start(1)], rest, Piece(token_ids=_TRIAL_IDS, model=model))
-        if self._says(lesson.before + rest, lesson.says):
-            self._keep(lesson, middle, behind)
-
-    def _remember(self, lesson: _Lesson) -> None:
-        """Keep the form for later answers, if another answer's event of this form says the same. Two events
-        of this one had it: the first, by itself, may have the ids of its prompt.
-        """
-        self._lesson, forms = None, self._forms
-        num_bytes = len(self._before) + len(self._middle) + len(self._behind)
-        if forms is None or not forms.learns or num_bytes > _FORM_BYTES_MAX:
-            return
-        if self._says(_filled(_NAMES.split(lesson.before), *_OTHERS) + lesson.rest, lesson.says):
-            forms.learn(self._key, _NAMES.split(self._before), self._middle, self._behind)
+        before, middle, behind = (
+            event[: text.start(1)],
+            event[text.end(1) : ids.start(1)],
+            event[ids.end(1) :],
+        )
+        trial = Piece(token_ids=_TRIAL_IDS, model=model)
+        if self._says(before + _IN_EVENT[0] + middle + _IN_EVENT[1] + behind, trial):
+            self._keep(before, middle, behind)
 
     def _says(self, event: bytes, piece: Piece) -> bool:
         try:
@@ -359,22 +252,10 @@ class Envelopes:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
-    def _keep(self, lesson: _Lesson, middle: bytes, behind: bytes) -> None:
-        before = lesson.before
+    def _keep(self, before: bytes, middle: bytes, behind: bytes) -> None:
         if b"\n" in before or b"\n" in middle or b"\n" in behind:
             return  # Its data is several lines, which do not stand so in a block.
         self._before, self._middle, self._behind = self._prefix + before, middle, behind + b"\n\n"
-        self._form, self._lesson = None, lesson
-
-
-def _filled(
-    parts: list[bytes], string: bytes, number: bytes, *, plain: Callable[[bytes], bytes] = bytes
-) -> bytes:
-    """The parts that `_NAMES.split` made as one again, with others for the values."""
-    names = [string if part.startswith(b'"') else number for part in parts[2::3]]
-    made = [plain(part) for part in parts]
-    made[2::3] = names
-    return b"".join(made)
 
 
 def _piece_of(texts: list[str] | None) -> Piece | None:

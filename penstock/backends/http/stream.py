@@ -55,7 +55,7 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_chunks", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes",
-        "_events", "_exchange", "_finish", "_first_ns", "_forms", "_has_ids", "_has_output", "_headers",
+        "_events", "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers",
         "_holes", "_ids", "_may_move", "_model", "_num_logprobs", "_owner", "_pieces", "_reader", "_reported",
         "_request", "_said_before", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by",
         "_text_tokens_max", "_token_ids", "_tokenizer", "_trusts_prompt",
@@ -78,11 +78,8 @@ class HttpStream:
         as ids. `said_before`: the prompt's last text; the sink is to hear the answer begin with it.
         """
         self._envelopes: Envelopes | None = None  # Made when not all of an answer comes at once.
-        self._tokenizer, self._pieces, self._holes, forms, self._clock, self._owner, limits = context
+        self._tokenizer, self._pieces, self._holes, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
-        sampling = request.sampling
-        is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
-        self._forms = forms if is_plain else None
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
         self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
         self._error_bytes, self._events = limits.error_bytes_max, EventReader(limits.event_bytes_max)
@@ -198,7 +195,7 @@ class HttpStream:
                     self._take(piece)
                 return
             if (envelopes := self._envelopes) is None:
-                envelopes = self._envelopes = Envelopes(self._reader, self._forms, self._model)
+                envelopes = self._envelopes = Envelopes(self._reader, self._model)
             if self._has_output and self._stop is None and not self._said_before:
                 texts, piece = envelopes.texts(block), None
                 if texts is not None or (piece := envelopes.ids(block)) is not None:

@@ -38,6 +38,8 @@ from penstock.protocol.openai import (
 )
 from penstock.protocol.server_answers import (
     AnswerDelta,
+    ChatEvent,
+    CompletionEvent,
     CompletionEventChoice,
     decode_chat_event,
     decode_chat_events,
@@ -160,32 +162,46 @@ def text_logprobs(found: CompletionLogprobs | None, num_top: int) -> tuple[TextL
     )
 
 
-def _ids_at_once(lines: bytes, num_events: int) -> Piece | None:
-    """See `AtOnce`."""
-    events = decode_completion_events(lines)
+def _said_once(
+    events: Sequence[ChatEvent] | Sequence[CompletionEvent], num_events: int
+) -> tuple[list[Any], ReportedUsage | None, str] | None:
+    """The choices of an answer's events, what it reports of usage, and its model; None: they are not so many
+    events of one model without an error, or something follows the choice with which the answer ends.
+    """
     if len(events) != num_events:
         return None
-    ids: list[int] = []
-    finish, stop, usage, model = None, None, None, events[0].model
+    choices: list[Any] = []
+    usage, model = None, events[0].model
     for event in events:
         if event.error is not None or event.object == "error" or event.model != model:
             return None
         usage = event.usage or usage
         if event.choices:
-            choice = event.choices[0]
-            if finish or choice.logprobs is not None or not (choice.token_ids or choice.text == ""):
+            if choices and choices[-1].finish_reason:
                 return None
-            ids += choice.token_ids or ()
-            finish, stop = choice.finish_reason, choice.stop_reason
-    if not finish or finish in _FAILED:
+            choices.append(event.choices[0])
+    if not choices or not (finish := choices[-1].finish_reason) or finish in _FAILED:
         return None
-    counts = None if usage is None else _usage_of(usage)
+    return choices, None if usage is None else _usage_of(usage), model or ""
+
+
+def _ids_at_once(lines: bytes, num_events: int) -> Piece | None:
+    """See `AtOnce`."""
+    if (said := _said_once(decode_completion_events(lines), num_events)) is None:
+        return None
+    choices, usage, model = said
+    ids: list[int] = []
+    for choice in choices:
+        if choice.logprobs is not None or not (choice.token_ids or choice.text == ""):
+            return None
+        ids += choice.token_ids or ()
+    last = choices[-1]
     return Piece(
         token_ids=tuple(ids),
-        finish=finish_of(finish),
-        stop=stop,
-        usage=counts,
-        model=model or "",
+        finish=finish_of(last.finish_reason),
+        stop=last.stop_reason,
+        usage=usage,
+        model=model,
         done=True,
     )
 
@@ -242,33 +258,24 @@ class TextReader(CompletionReader):
 
 def _chat_at_once(lines: bytes, num_events: int) -> Piece | None:
     """See `AtOnce`."""
-    events = decode_chat_events(lines)
-    if len(events) != num_events:
+    if (said := _said_once(decode_chat_events(lines), num_events)) is None:
         return None
+    choices, usage, model = said
     texts: list[str] = []
-    finish, usage, model = None, None, events[0].model
-    for event in events:
-        if event.error is not None or event.object == "error" or event.model != model:
+    for choice in choices:
+        if choice.logprobs is not None:
             return None
-        usage = event.usage or usage
-        if event.choices:
-            choice = event.choices[0]
-            if finish or choice.logprobs is not None:
+        if (delta := choice.delta) is not None:
+            if delta.tool_calls or delta.reasoning_content or delta.reasoning:
                 return None
-            finish = choice.finish_reason
-            if (delta := choice.delta) is not None:
-                if delta.tool_calls or delta.reasoning_content or delta.reasoning:
-                    return None
-                if delta.content:
-                    texts.append(delta.content)
-    if not finish:
-        return None
+            if delta.content:
+                texts.append(delta.content)
     return Piece(
         text="".join(texts),
         parts=tuple(texts) if len(texts) > 1 else (),
-        finish=finish_of(finish),
-        usage=None if usage is None else _usage_of(usage),
-        model=model or "",
+        finish=finish_of(choices[-1].finish_reason),
+        usage=usage,
+        model=model,
         done=True,
     )
 
