@@ -6,8 +6,10 @@ import resource
 from collections.abc import Callable
 from itertools import pairwise
 
-from penstock.clock import NS_PER_S, Clock
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 
+_SHOWN_NS_MIN = 10 * NS_PER_MS
+"""Shorter phases are left out of the line."""
 Usage = Callable[[], tuple[float, int]]
 """Processor seconds that the process has taken, and its page faults."""
 
@@ -38,6 +40,7 @@ class StartUp:
         parts = (
             f"{phase} {(until_ns - since_ns) / NS_PER_S:.2f} ({after[0] - before[0]:.2f})"
             for (phase, since_ns, before), (_, until_ns, after) in pairwise(self._begun)
+            if until_ns - since_ns >= _SHOWN_NS_MIN
         )
         return (
             f"ready after {whole_s:.2f} s ({taken_s:.2f} s of processor time, {faults:,} page faults): "

@@ -23,7 +23,7 @@ def test_phases_add_up_from_the_start_of_the_process():
     used[:] = 3.0, 141_000
     assert startup.report() == (
         "ready after 2.70 s (3.00 s of processor time, 141,000 page faults): starting 0.50 (0.25), "
-        "importing 1.20 (1.00), waiting 0.00 (0.00), loading weights 1.00 (1.75)"
+        "importing 1.20 (1.00), loading weights 1.00 (1.75)"
     )
 
 
